@@ -10,7 +10,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 
 from workbench.errors import UserError, names, nearest
@@ -77,10 +77,17 @@ def build(cls: type, mapping: object, where: str) -> typing.Any:
         if key not in known:
             hint = nearest(key, known)
             raise UserError(f"{where} has an unknown key {key!r}{hint}; the keys are {names(known, len(known))}")
+    lacking = [item.name for item in fields(cls) if item.name not in mapping and _is_required(item)]
+    if lacking:
+        raise UserError(f"{where} lacks {names(lacking)}")
     hints = typing.get_type_hints(cls)
     for key, value in mapping.items():
         _require_type(where, key, value, hints[key])
     return cls(**mapping)
+
+
+def _is_required(item: Field) -> bool:
+    return item.default is MISSING and item.default_factory is MISSING
 
 
 def read_toml(path: str | Path, section: str) -> Mapping:
