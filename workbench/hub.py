@@ -126,10 +126,15 @@ def local_folder(source: str | Path, noun: str) -> Path | None:
     """Return the folder a path names, or None when `source` is no path; a path to nothing is an error."""
     if not str(source).strip():
         raise UserError(f"the {noun} is an empty text, expected a folder, a Hub id 'org/name' or 'demo'")
-    path = Path(source).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(source).expanduser()
+        is_folder, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{noun} {str(source)[:200]!r} cannot be looked up: {reason}") from None
+    if is_folder:
         return path
-    if path.exists():
+    if exists:
         raise UserError(f"{noun} {str(source)!r} is a file, expected a folder; its folder is {str(path.parent)!r}")
     text = str(source)
     is_path = isinstance(source, Path) or text.startswith((".", "~", os.sep))
@@ -191,6 +196,9 @@ def check_mixture(folder: Path) -> None:
     if not configs and ADAPTER_CONFIG not in files:
         hint = nearest(XLORA_CONFIG, files)
         raise UserError(f"{label} has neither {XLORA_CONFIG!r} nor {ADAPTER_CONFIG!r}{hint}; it holds {names(files)}")
+    classifiers = [name for name in files if "xlora_classifier" in name]
+    if classifiers and not any(name.endswith(".safetensors") for name in classifiers):
+        refuse_pickles(classifiers, label)
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*/*.safetensors")):
         _report_no_weights(folder, label, "a classifier and adapters as safetensors")
 

@@ -53,7 +53,7 @@ def fetch(repo: Repo, token: str | None = None, offline: bool | None = None, pro
             f"{repo.label} cannot be fetched: offline mode is on{found}. Turn offline mode off (unset "
             f"HF_HUB_OFFLINE), or give the path of a local folder"
         )
-    reason = unreachable(_endpoint())
+    reason = unreachable(_endpoint(), REACH_TIMEOUT_S)
     if reason:
         raise UserError(
             f"{repo.label} cannot be fetched: the Hub at {_endpoint()} {reason}{found}. Check the "
@@ -73,7 +73,7 @@ def is_offline(offline: bool | None = None) -> bool:
     return constants.HF_HUB_OFFLINE if offline is None else offline or constants.HF_HUB_OFFLINE
 
 
-def unreachable(endpoint: str, timeout_s: float = REACH_TIMEOUT_S) -> str | None:
+def unreachable(endpoint: str, timeout_s: float) -> str | None:
     """Return why `endpoint` cannot be used, as the end of a sentence, or None when a server answers there.
 
     One request with one deadline: the library would retry, and a name server that never answers has no timeout at all.
