@@ -1,0 +1,50 @@
+"""A workbench for mixtures of LoRA adapters: run them exactly, record their scalings, look at them.
+
+Names load on first use: reading a saved trace needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Completion": "workbench.engine",
+    "Engine": "workbench.engine",
+    "EngineConfig": "workbench.config",
+    "LoRAConfig": "workbench.adapters",
+    "LoRAModel": "workbench.adapters",
+    "Mixture": "workbench.xlora",
+    "Ordering": "workbench.ordering",
+    "Sampling": "workbench.engine",
+    "Trace": "workbench.instrument.trace",
+    "UserError": "workbench.errors",
+    "exact": "workbench.xlora",
+    "non_granular": "workbench.xlora",
+    "show": "workbench.display",
+}
+__all__ = sorted(_HOME)
+
+if TYPE_CHECKING:
+    from workbench.adapters import LoRAConfig, LoRAModel
+    from workbench.config import EngineConfig
+    from workbench.display import show
+    from workbench.engine import Completion, Engine, Sampling
+    from workbench.errors import UserError
+    from workbench.instrument.trace import Trace
+    from workbench.ordering import Ordering
+    from workbench.xlora import Mixture, exact, non_granular
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        from workbench.errors import nearest
+
+        raise AttributeError(f"module 'workbench' has no attribute {name!r}{nearest(name, _HOME)}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,167 @@
+"""StepBatch: everything one forward needs to know about its rows.
+
+Contract: frozen, built once per step by the scheduler, passed down as an argument. Row order is token order within a
+span; every per-row tensor has length `num_rows`, padding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from lora_kernels.segments import BASE_SLOT, Segment
+from torch import Tensor
+
+from workbench.adapters.linear import MixtureSegment, RowWeights
+
+if TYPE_CHECKING:
+    from workbench.engine.kv import Stream
+    from workbench.engine.request import Request
+
+SCALING, ADAPTED = "scaling", "adapted"
+
+
+@dataclass(frozen=True, slots=True)
+class SpanPlan:
+    """Rows one request wants in the next forward, all of one of its streams.
+
+    Attributes:
+        request: whose rows.
+        kind: "scaling" or "adapted".
+        first: position of the first row.
+        token_ids: one per row.
+        drafted: the last row is a drafted token, not yet chosen by the adapted model.
+        logits: what the last row's logits are for: "token", "draft" or None (not needed).
+    """
+
+    request: Request
+    kind: str
+    first: int
+    token_ids: tuple[int, ...]
+    drafted: bool = False
+    logits: str | None = None
+
+    @property
+    def stop(self) -> int:
+        """Position after the last row."""
+        return self.first + len(self.token_ids)
+
+    @property
+    def stream(self) -> Stream:
+        """The KV sequence these rows extend."""
+        return self.request.streams[self.kind]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """A `SpanPlan` placed in a forward: rows `start:stop`."""
+
+    plan: SpanPlan
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBatch:
+    """Rows of one forward.
+
+    Attributes:
+        token_ids, positions: int64 `[row]`.
+        spans: which rows are whose; rows after the last span are padding.
+        weights: every row's weights over adapter slots.
+        logit_spans: spans whose last row needs logits, in row order.
+        reference_attention: attend row by row, so that a row's numbers do not depend on its neighbours.
+        row_padding: pad every other product (classifier, logits) to this many rows too; 0 is off.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    spans: tuple[RowSpan, ...]
+    weights: RowWeights
+    reference_attention: bool = False
+    row_padding: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, padding included."""
+        return len(self.token_ids)
+
+    @property
+    def logit_spans(self) -> tuple[RowSpan, ...]:
+        """Spans whose last row needs logits, in row order."""
+        return tuple(span for span in self.spans if span.plan.logits)
+
+    def spans_of(self, kind: str) -> tuple[RowSpan, ...]:
+        """Spans of one kind of stream."""
+        return tuple(span for span in self.spans if span.plan.kind == kind)
+
+
+def build_batch(
+    plans: Iterable[SpanPlan], device: torch.device, row_padding: int = 0, reference_attention: bool = False
+) -> StepBatch:
+    """Place plans in one forward; rows of one slot, and rows of one mixture, end up side by side."""
+    placed: list[RowSpan] = []
+    token_ids: list[int] = []
+    positions: list[int] = []
+    for plan in sorted(plans, key=_group):
+        start = len(token_ids)
+        token_ids += plan.token_ids
+        positions += range(plan.first, plan.stop)
+        placed.append(RowSpan(plan, start, len(token_ids)))
+    padding = -len(token_ids) % row_padding if row_padding else 0
+    token_ids += [0] * padding
+    positions += [0] * padding
+    return StepBatch(
+        torch.tensor(token_ids, dtype=torch.int64, device=device),
+        torch.tensor(positions, dtype=torch.int64, device=device),
+        tuple(placed),
+        _row_weights(placed, len(token_ids), device, bool(row_padding)),
+        reference_attention,
+        row_padding,
+    )
+
+
+def _group(plan: SpanPlan) -> tuple:
+    mixture, slot = plan.request.mixture, plan.request.slot
+    if mixture is None:
+        return (0,) if slot == BASE_SLOT else (1, slot)
+    return (2, mixture.slots, plan.kind)
+
+
+def _row_weights(spans: list[RowSpan], num_rows: int, device: torch.device, fixed_shape: bool) -> RowWeights:
+    one_hot: list[Segment] = []
+    mixtures: list[MixtureSegment] = []
+    for span in spans:
+        request, (start, stop) = span.plan.request, (span.start, span.stop)
+        if request.mixture is None:
+            if request.slot != BASE_SLOT:
+                _join_one_hot(one_hot, Segment(start, stop, request.slot))
+        elif (weights := request.row_weights(span.plan.kind, span.plan.first, span.plan.stop)) is not None:
+            mixture = request.mixture
+            segment = MixtureSegment(start, stop, mixture.slots, weights.to(device), mixture.site_index)
+            _join_mixture(mixtures, segment)
+    return RowWeights(num_rows, tuple(one_hot), tuple(mixtures), fixed_shape)
+
+
+def _join_one_hot(segments: list[Segment], new: Segment) -> None:
+    if segments and segments[-1].stop == new.start and segments[-1].slot == new.slot:
+        segments[-1] = segments[-1]._replace(stop=new.stop)
+    else:
+        segments.append(new)
+
+
+def _join_mixture(segments: list[MixtureSegment], new: MixtureSegment) -> None:
+    last = segments[-1] if segments else None
+    if last and last.stop == new.start and last.slots == new.slots and last.site_index is new.site_index:
+        if last.weights.shape[1] == new.weights.shape[1] > 1:
+            weights = torch.cat([last.weights, new.weights])
+        elif last.weights.shape == new.weights.shape and torch.equal(last.weights, new.weights):
+            weights = last.weights
+        else:
+            segments.append(new)
+            return
+        segments[-1] = MixtureSegment(last.start, new.stop, new.slots, weights, new.site_index)
+    else:
+        segments.append(new)

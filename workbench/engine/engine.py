@@ -1,0 +1,333 @@
+"""Engine: one base model, its adapters and mixtures, and the requests that run on them together.
+
+`step` is the whole architecture: which rows run, one forward, the classifier on scaling rows, the next tokens, the
+commit. Everything a step changes, it changes in the commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from workbench import hub
+from workbench.adapters.model import LoRAModel
+from workbench.adapters.slots import SlotTable
+from workbench.config import EngineConfig
+from workbench.engine.batch import SCALING, StepBatch
+from workbench.engine.hf import BaseModel, label_of
+from workbench.engine.prompts import Prompts, load_tokenizer
+from workbench.engine.request import Request
+from workbench.engine.result import Completion, TraceLabels, completion_of, failed, trace_of
+from workbench.engine.sampling import Sampling, choose
+from workbench.engine.scheduler import Scheduler
+from workbench.engine.text import Detokenizer
+from workbench.errors import UserError, names, nearest
+from workbench.instrument.recorder import Recorder
+from workbench.ordering import Ordering
+from workbench.xlora import Mixture, ReusePolicy, exact, find_mixture, non_granular
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Engine:
+    """Runs base, single-adapter and X-LoRA requests of one base model in one batch.
+
+    Args:
+        base: "demo", a folder, or a Hub id.
+        config: every setting; keyword `options` override it.
+        **options: fields of `EngineConfig`, for instance `dtype="bfloat16"`.
+
+    Raises:
+        UserError: the base cannot be found, loaded or supported, or a setting is wrong.
+    """
+
+    def __init__(self, base: str | Path | None = None, *, config: EngineConfig | None = None, **options: Any):
+        given = {} if base is None else {"base": str(base)}
+        self.config = (config or EngineConfig()).change(**given, **options)
+        cfg = self.config
+        self.device = torch.device(cfg.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        folder = hub.resolve_base(cfg.base, revision=cfg.revision, token=cfg.token, offline=cfg.offline)
+        self.base_id = label_of(cfg.base, folder)
+        self.model = BaseModel.load(
+            folder, self.base_id, _DTYPES[cfg.dtype], self.device, cfg.max_len, cfg.trust_remote_code
+        )
+        self.tokenizer = load_tokenizer(folder, cfg.trust_remote_code)
+        self.prompts = Prompts(self.tokenizer, self.model.vocab_size, self.model.max_len, self.base_id)
+        self.eos_ids = self.prompts.eos_ids(self.model.model)
+        self.slots = SlotTable(self.model.dtype, self.device)
+        self.adapters: dict[str, int] = {}
+        self.mixtures: dict[str, Mixture] = {}
+        self.scheduler = Scheduler(
+            cfg.max_rows_per_step, cfg.max_requests, self.device, cfg.row_padding, cfg.attention == "reference"
+        )
+        self.num_steps = self.num_rows = self.num_scaling_rows = 0
+        self._recorders: list[Recorder] = []
+        self._num_requests = 0
+
+    def load_adapter(self, source: str | Path, name: str | None = None, **where: Any) -> str:
+        """Load a LoRA adapter and return its name.
+
+        Args:
+            source: folder or Hub id.
+            name: what requests call it; by default the folder's name.
+            **where: `revision`, `token`, `offline` of a Hub id.
+        """
+        folder = hub.resolve_adapter(str(source), **where)
+        name = name or Path(str(source)).name
+        self._check_new(name)
+        adapter = LoRAModel.read(folder, name).fit(self.model.targets, self.base_id)
+        self.adapters[name] = self._place(adapter)
+        return name
+
+    def load_mixture(
+        self, source: str | Path = "demo", name: str | None = None, ordering: Ordering | str | Path | None = None,
+        settings: dict[str, Any] | None = None, **where: Any,
+    ) -> str:
+        """Load an X-LoRA mixture and return its name.
+
+        Args:
+            source: "demo", folder or Hub id of an X-LoRA repository.
+            name: what requests call it; by default the folder's name.
+            ordering: fixes the adapter and site axes; an `Ordering` or its file. Made from the model when None.
+            settings: X-LoRA settings that override the repository's, such as `{"top_k_lora": 2}`.
+            **where: `revision`, `token`, `offline` of a Hub id.
+        """
+        given = Ordering.read(Path(ordering)) if isinstance(ordering, (str, Path)) else ordering
+        folder = hub.resolve_mixture(str(source), **where)
+        name = name or Path(str(source)).name
+        self._check_new(name)
+        mixture = Mixture.read(
+            find_mixture(folder), name, self.model.targets, self.base_id, self.model.hidden_size, given,
+            **(settings or {}),
+        )
+        slots: list[int] = []
+        try:
+            for adapter in mixture.adapters:
+                slots.append(self._place(adapter))
+        except BaseException:
+            for slot in slots:
+                self.slots.drop(slot)
+            raise
+        self.mixtures[name] = mixture.placed(tuple(slots), self.model.dtype, self.device)
+        return name
+
+    def unload(self, name: str) -> None:
+        """Unload an adapter or mixture that no unfinished request uses."""
+        if name not in self.adapters and name not in self.mixtures:
+            raise self._unknown(name, "adapter or mixture", [*self.adapters, *self.mixtures])
+        users = [r.id for r in self.scheduler.requests() if name == r.adapter or (r.mixture and r.mixture.name == name)]
+        if users:
+            raise UserError(f"{name!r} is in use by requests {names(users)}; wait for them or cancel them first")
+        slots = (self.adapters.pop(name),) if name in self.adapters else self.mixtures.pop(name).slots
+        for slot in slots:
+            self.slots.drop(slot)
+
+    def submit(
+        self, prompt: Any, *, adapter: str | None = None, mixture: str | None = None,
+        tgt_non_granular_index: int | None = None, policy: ReusePolicy | None = None,
+        sampling: Sampling | None = None, on_text: Callable[[str], None] | None = None,
+        request_id: str | None = None, **options: Any,
+    ) -> Request:
+        """Queue a request; `step` until its `finish_reason` is set.
+
+        Args:
+            prompt: text, token ids, or chat messages (dicts with role and content).
+            adapter: run with this one adapter.
+            mixture: run with this X-LoRA mixture.
+            tgt_non_granular_index: compute scalings for the prompt and the first k generated tokens, then reuse.
+            policy: any other reuse policy.
+            sampling: how tokens are chosen; keyword `options` override its fields.
+            on_text: called with each piece of text.
+            request_id: a name of your own; "req-1", "req-2", ... otherwise.
+
+        Raises:
+            UserError: a prompt, name or setting that does not fit.
+        """
+        sampling = self._sampling(sampling, options)
+        chosen = self._policy(tgt_non_granular_index, policy, mixture)
+        if adapter is not None and mixture is not None:
+            raise UserError(f"name an adapter ({adapter!r}) or a mixture ({mixture!r}), not both")
+        if adapter is not None and adapter not in self.adapters:
+            raise self._unknown(adapter, "adapter", self.adapters)
+        if mixture is not None and mixture not in self.mixtures:
+            raise self._unknown(mixture, "mixture", self.mixtures)
+        ids = self.prompts.encode(prompt, sampling.max_tokens)
+        request_id = self._new_id(request_id)
+        seed = sampling.seed if sampling.seed is not None else self.config.seed * 1_000_003 + self._num_requests
+        request = Request(
+            id=request_id, prompt_ids=tuple(ids), sampling=sampling, seed=seed,
+            detokenizer=Detokenizer(self.tokenizer, skip_special=True), eos_ids=self.eos_ids,
+            slot=self.adapters[adapter] if adapter is not None else -1, adapter=adapter,
+            mixture=self.mixtures[mixture] if mixture is not None else None,
+            policy=chosen, drafting=self.config.drafting, on_text=on_text,
+        )
+        self.scheduler.add(request)
+        return request
+
+    def generate(self, prompts: Any, **options: Any) -> Completion | list[Completion]:
+        """Generate to the end: one `Completion` for one prompt, a list for a list of prompts.
+
+        Takes the arguments of `submit`; `adapter`, `mixture`, `tgt_non_granular_index` and `policy` may be lists with
+        one entry per prompt. In a list, a prompt that cannot run gives a `Completion` with its `error`; the others run.
+        """
+        if not self.prompts.is_batch(prompts):
+            return self._run([self.submit(prompts, **options)])[0]
+        each = _per_prompt(options, len(prompts))
+        requests: list[Request | Completion] = []
+        for prompt, own in zip(prompts, each, strict=True):
+            try:
+                requests.append(self.submit(prompt, **own))
+            except UserError as error:
+                requests.append(failed(self._new_id(None), str(error)))
+        done = iter(self._run([r for r in requests if isinstance(r, Request)]))
+        return [next(done) if isinstance(r, Request) else r for r in requests]
+
+    def stream(self, prompt: Any, **options: Any) -> Iterator[str]:
+        """Yield pieces of text as they become certain; the generator returns the `Completion`.
+
+        Takes the arguments of `submit`. Leaving the loop early cancels the request.
+        """
+        pieces: list[str] = []
+        request = self.submit(prompt, on_text=pieces.append, **options)
+        try:
+            while request.finish_reason is None:
+                self.step()
+                while pieces:
+                    yield pieces.pop(0)
+        finally:
+            self.cancel(request)
+        return completion_of(request)
+
+    def record(self, *what: str) -> Recorder:
+        """Record the requests that finish while the returned context is open; `what` is "scalings"."""
+        recorder = Recorder(what or ("scalings",), self._recorders.remove)
+        self._recorders.append(recorder)
+        return recorder
+
+    def cancel(self, request: Request) -> None:
+        """End a request now; no error if it has ended."""
+        if request.finish_reason is None:
+            request.finish("cancelled")
+            self._finished(self.scheduler.sweep())
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """Run one forward and return the requests that finished in it."""
+        batch = self.scheduler.next_batch()
+        hidden = self.model.hidden(batch)
+        scalings = self._classify(hidden, batch)
+        chosen = self._choose(self.model.logits(hidden, batch), batch)
+        finished = self.scheduler.commit(batch, chosen, scalings)
+        self._count(batch)
+        return self._finished(finished)
+
+    def stats(self) -> dict[str, int]:
+        """Return counts since the engine was made: steps (one forward each), rows, scaling rows, requests, KV bytes."""
+        kv_bytes = sum(stream.num_bytes for r in self.scheduler.requests() for stream in r.streams.values())
+        return {
+            "steps": self.num_steps, "forwards": self.num_steps, "rows": self.num_rows,
+            "scaling_rows": self.num_scaling_rows, "requests": self._num_requests, "kv_bytes": kv_bytes,
+        }
+
+    def _run(self, requests: Sequence[Request]) -> list[Completion]:
+        try:
+            while any(request.finish_reason is None for request in requests):
+                self.step()
+        finally:
+            for request in requests:
+                self.cancel(request)
+        return [completion_of(request) for request in requests]
+
+    def _classify(self, hidden: Tensor, batch: StepBatch) -> dict[Request, Tensor]:
+        by_mixture: dict[int, list] = {}
+        for span in batch.spans_of(SCALING):
+            by_mixture.setdefault(id(span.plan.request.mixture), []).append(span)
+        found: dict[Request, Tensor] = {}
+        for spans in by_mixture.values():
+            rows = torch.cat([hidden[span.start : span.stop] for span in spans])
+            count = len(rows)
+            if batch.row_padding:
+                rows = F.pad(rows, (0, 0, 0, -count % batch.row_padding))
+            made = spans[0].plan.request.mixture.classifier(rows)[:count].cpu()
+            parts = made.split([span.stop - span.start for span in spans])
+            found.update({span.plan.request: part for span, part in zip(spans, parts, strict=True)})
+        return found
+
+    def _choose(self, logits: Tensor, batch: StepBatch) -> dict[tuple[Request, str], tuple[int, float]]:
+        chosen = {}
+        for row, span in zip(logits, batch.logit_spans, strict=True):
+            plan, request = span.plan, span.plan.request
+            output = [*request.tokens, *(plan.token_ids[-1:] if plan.drafted else ())][len(request.prompt_ids) :]
+            try:
+                chosen[request, plan.kind] = choose(row, request.sampling, request.prompt_ids, output, request.seed)
+            except FloatingPointError as error:
+                request.finish("error", str(error))
+        return chosen
+
+    def _count(self, batch: StepBatch) -> None:
+        self.num_steps += 1
+        self.num_rows += sum(span.stop - span.start for span in batch.spans)
+        self.num_scaling_rows += sum(span.stop - span.start for span in batch.spans_of(SCALING))
+
+    def _finished(self, requests: list[Request]) -> list[Request]:
+        labels = TraceLabels(self.base_id, self.config.dtype)
+        for request in requests:
+            for recorder in self._recorders:
+                recorder.add(request.id, lambda request=request: trace_of(request, self.tokenizer, labels))
+        return requests
+
+    def _place(self, adapter: LoRAModel) -> int:
+        for site in adapter.sites:
+            self.model.wrap(site, self.slots)
+        return self.slots.put(adapter)
+
+    def _check_new(self, name: str) -> None:
+        if name in self.adapters or name in self.mixtures:
+            raise UserError(f"{name!r} is loaded already; unload it first, or load this one under another name")
+
+    def _new_id(self, wanted: str | None) -> str:
+        if wanted is not None and any(r.id == wanted for r in self.scheduler.requests()):
+            raise UserError(f"request id {wanted!r} is taken by a request that is still running")
+        self._num_requests += 1
+        return wanted or f"req-{self._num_requests}"
+
+    @staticmethod
+    def _unknown(name: str, kind: str, loaded: Iterable[str]) -> UserError:
+        return UserError(f"no {kind} {name!r} is loaded{nearest(name, loaded)}; loaded: {names(list(loaded))}")
+
+    @staticmethod
+    def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
+        known = Sampling.__dataclass_fields__
+        for name in options:
+            if name not in known:
+                raise UserError(f"unknown setting {name!r}{nearest(name, known)}; sampling settings: {names(list(known), 20)}")
+        return replace(sampling or Sampling(), **options)
+
+    @staticmethod
+    def _policy(k: int | None, policy: ReusePolicy | None, mixture: str | None) -> ReusePolicy | None:
+        if k is not None and policy is not None:
+            raise UserError(f"give tgt_non_granular_index ({k}) or policy ({policy.name}), not both")
+        if mixture is None:
+            if k is not None or policy is not None:
+                raise UserError("tgt_non_granular_index and policy say how a mixture's scalings are reused; name a mixture")
+            return None
+        if k is not None:
+            return non_granular(k)
+        return policy if policy is not None else exact()
+
+
+def _per_prompt(options: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    each: list[dict[str, Any]] = [{} for _ in range(count)]
+    for key, value in options.items():
+        listed = key in ("adapter", "mixture", "tgt_non_granular_index", "policy", "seed") and isinstance(value, (list, tuple))
+        if listed and len(value) != count:
+            raise UserError(f"{key} has {len(value)} entries for {count} prompts; give one per prompt, or one for all")
+        for index, own in enumerate(each):
+            own[key] = value[index] if listed else value
+    return each

@@ -1,0 +1,251 @@
+"""The base model: all contact with transformers' internals.
+
+Rows are packed: `input_ids[1, row]`, `position_ids[1, row]`, no cache of transformers' own; our attention is
+registered by name and gets the batch as a keyword. No mask function is registered for that name: transformers then
+returns no mask at once, where a registered one would make it look for packed sequences, a host synchronisation.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.adapters.linear import LoRALinear, Routing
+from workbench.adapters.model import LoRATargetModule
+from workbench.adapters.slots import SlotTable
+from workbench.engine.attention import NAME, packed_attention
+from workbench.engine.batch import StepBatch
+from workbench.errors import UserError, names, nearest
+from workbench.jsonfile import read_json
+
+# packed == separate was checked on each of these; the canary test does it again on whatever transformers is installed
+SUPPORTED = (
+    "llama", "mistral", "gemma", "gemma2", "gemma3_text", "mixtral", "phi", "phi3", "starcoder2", "qwen2", "qwen3",
+    "qwen3_moe", "granite", "cohere", "olmo2", "gpt_neox", "opt", "gpt2", "smollm3",
+)  # fmt: skip
+
+
+class BaseModel:
+    """A causal LM of transformers, run on packed rows.
+
+    Args:
+        model: the loaded model, its attention implementation set to ours.
+        name: what errors and labels call it.
+        max_len: longest sequence it will be asked for, tokens.
+    """
+
+    def __init__(self, model: nn.Module, name: str, max_len: int | None = None):
+        self.model, self.name = model, name
+        self.config = model.config
+        check_supported(self.config, name)
+        model.eval().requires_grad_(False)
+        self.context = _context(self.config)
+        if max_len is not None and max_len > self.context:
+            raise UserError(f"max_len {max_len} is beyond the context of base {name!r}, {self.context} tokens")
+        self.max_len = max_len or self.context
+        self.notes = _fix_longrope(model, self.max_len)
+        self.targets: Mapping[str, LoRATargetModule] = _targets(model)
+        self._head = _head_of(model)
+        self.routing = Routing()
+
+    @classmethod
+    def load(
+        cls, folder: Path, name: str, dtype: torch.dtype, device: torch.device, max_len: int | None = None,
+        trust_remote_code: bool = False,
+    ) -> BaseModel:
+        """Load a model folder.
+
+        Raises:
+            UserError: no or bad config, an architecture we do not support, missing or corrupt weights.
+        """
+        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+        AttentionInterface.register(NAME, packed_attention)
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        except (ValueError, OSError, KeyError) as error:
+            raise UserError(f"base {name!r}: {folder} has no usable config.json: {_first_line(error)}") from None
+        check_supported(config, name)
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=dtype, attn_implementation=NAME, use_safetensors=True,
+                local_files_only=True, output_loading_info=True, trust_remote_code=trust_remote_code,
+            )
+        except Exception as error:  # transformers and safetensors raise many kinds; all mean the files do not load
+            raise UserError(f"base {name!r}: its weights in {folder} do not load: {_first_line(error)}") from None
+        if missing := sorted(info["missing_keys"]):
+            raise UserError(f"base {name!r}: {len(missing)} weights are missing from {folder}: {names(missing, 4)}")
+        return cls(model.to(device), name, max_len)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype."""
+        return self.model.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden state."""
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self.config.vocab_size
+
+    def wrap(self, site: str, slots: SlotTable) -> None:
+        """Put a `LoRALinear` around a site, once."""
+        parent_name, _, child = site.rpartition(".")
+        parent = self.model.get_submodule(parent_name)
+        layer = getattr(parent, child)
+        if not isinstance(layer, LoRALinear):
+            target = self.targets[site]
+            table = slots.site(site, target.in_features, target.out_features)
+            setattr(parent, child, LoRALinear(layer, site, table, self.routing))
+            if parent is self.model:
+                self._head = _head_of(self.model)
+
+    def unwrap(self) -> None:
+        """Take every `LoRALinear` off again; the model is the one that was loaded."""
+        for name, module in list(self.model.named_modules()):
+            if isinstance(module, LoRALinear):
+                parent, _, child = name.rpartition(".")
+                setattr(self.model.get_submodule(parent), child, module.base_layer)
+        self._head = _head_of(self.model)
+
+    def hidden(self, batch: StepBatch) -> Tensor:
+        """Run one forward; return the hidden state after the final norm, `[row, hidden]`."""
+        self.routing.rows = batch.weights
+        try:
+            output = self.model.base_model(
+                input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False, step_batch=batch
+            )
+        finally:
+            self.routing.rows = None
+        return output.last_hidden_state[0]
+
+    def logits(self, hidden: Tensor, batch: StepBatch) -> Tensor:
+        """Return float32 logits `[span, vocab]` of the last row of each of the batch's `logit_spans`.
+
+        They come from the causal LM's own forward: architectures cap or scale them after `lm_head`.
+        """
+        rows = [span.stop - 1 for span in batch.logit_spans]
+        if not rows:
+            return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
+        count = len(rows)
+        if batch.row_padding:
+            rows += rows[-1:] * (-count % batch.row_padding)
+        self.routing.rows = batch.weights.select(rows)
+        try:
+            self._head._modules[self.model.base_model_prefix].last_hidden_state = hidden[None, rows]
+            output = self._head(input_ids=batch.token_ids[None, rows], use_cache=False)
+        finally:
+            self.routing.rows = None
+        return output.logits[0, :count].float()
+
+
+def label_of(source: str, folder: Path) -> str:
+    """Return the id a base goes by: a Hub id as given, else what its own config says, else the folder's name."""
+    if not Path(source).exists() and "/" in source:
+        return source
+    named = read_json(folder / "config.json", "config").get("_name_or_path")
+    return named if named and not Path(named).is_absolute() else folder.resolve().name
+
+
+def check_supported(config: Any, name: str) -> None:
+    """Refuse, by name, an architecture or setting whose packed rows would not be right; a UserError says which."""
+    kind = config.model_type
+    if kind not in SUPPORTED:
+        raise UserError(
+            f"base {name!r} is a {kind!r} model, which is not supported{nearest(kind, SUPPORTED)}. Supported: "
+            f"{', '.join(SUPPORTED)}"
+        )
+    for rope in _rope_types(config):
+        if "dynamic" in rope:
+            raise UserError(
+                f"base {name!r} uses {rope!r} RoPE scaling, whose frequencies follow the longest neighbour in the batch; "
+                "a request's tokens would depend on other requests, so it is refused"
+            )
+
+
+class _GivenHidden(nn.Module):
+    """Stands where a causal LM has its base model, and answers with a hidden state already computed."""
+
+    last_hidden_state: Tensor
+
+    @property
+    def decoder(self) -> nn.Module:
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return _Output(last_hidden_state=self.last_hidden_state)
+
+
+class _Output(SimpleNamespace):
+    # models copy fields their output has and we do not (past_key_values, router_logits, cross_attentions)
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+
+def _head_of(model: nn.Module) -> nn.Module:
+    head = copy.copy(model)
+    head.__dict__["_modules"] = dict(model._modules)
+    head._modules[model.base_model_prefix] = _GivenHidden()
+    return head
+
+
+def _targets(model: nn.Module) -> dict[str, LoRATargetModule]:
+    from transformers.pytorch_utils import Conv1D
+
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            found[name] = LoRATargetModule(name, module.in_features, module.out_features)
+        elif isinstance(module, Conv1D):
+            found[name] = LoRATargetModule(name, *module.weight.shape)
+    return found
+
+
+def _context(config: Any) -> int:
+    return int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 2**31)
+
+
+def _rope_types(config: Any) -> list[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return [str(each["rope_type"]) for each in [parameters, *nested] if each.get("rope_type")]
+
+
+def _fix_longrope(model: nn.Module, max_len: int) -> tuple[str, ...]:
+    """Choose longrope's factors once, from the longest sequence: transformers asks the whole packed batch."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    notes = []
+    for module in model.modules():
+        if getattr(module, "rope_type", None) != "longrope":
+            continue
+        original = module.config.rope_parameters["original_max_position_embeddings"]
+        chosen = "long" if max_len > original else "short"
+        inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, module.inv_freq.device, seq_len=max_len)
+        module.inv_freq = inv_freq.to(module.inv_freq)
+        module.rope_type = "longrope, fixed"
+        notes.append(f"longrope uses its {chosen} factors for every sequence, as max_len is {max_len} tokens "
+                     f"(the limit between the sets is {original})")
+    return tuple(notes[:1])
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,101 @@
+"""Prompts: text, chat messages or token ids -> checked token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import UserError
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any | None:
+    """Return the folder's tokenizer, or None when it holds none (token ids still work)."""
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizer libraries raise bare Exceptions for malformed files
+        raise UserError(f"the tokenizer in {folder} does not load: {str(error).splitlines()[0][:300]}") from None
+
+
+class Prompts:
+    """Turns what a user calls a prompt into token ids.
+
+    Args:
+        tokenizer: or None.
+        vocab_size: ids are below it.
+        max_len: tokens a sequence may have.
+        base: the base's name, for errors.
+    """
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int, max_len: int, base: str):
+        self.tokenizer, self.vocab_size, self.max_len, self.base = tokenizer, vocab_size, max_len, base
+
+    def is_batch(self, prompts: Any) -> bool:
+        """Whether `prompts` is a list of prompts, rather than one text, id list or chat."""
+        return isinstance(prompts, (list, tuple)) and bool(prompts) and not isinstance(prompts[0], (int, Mapping))
+
+    def encode(self, prompt: Any, max_tokens: int) -> list[int]:
+        """Return the prompt's token ids.
+
+        Raises:
+            UserError: empty, ids outside the vocabulary, no tokenizer for text, or too long for the context.
+        """
+        ids = self._ids(prompt)
+        if not ids:
+            raise UserError("the prompt is empty; give at least one token")
+        wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.vocab_size]
+        if wrong:
+            raise UserError(
+                f"token ids must be whole numbers from 0 to {self.vocab_size - 1} (the vocabulary of base "
+                f"{self.base!r}), not {wrong[0]!r}"
+            )
+        if len(ids) + max_tokens > self.max_len:
+            raise UserError(
+                f"the prompt has {len(ids)} tokens and max_tokens is {max_tokens}: {len(ids) + max_tokens} in all, but "
+                f"base {self.base!r} has room for {self.max_len}; shorten the prompt or lower max_tokens"
+            )
+        return ids
+
+    def eos_ids(self, model: Any) -> frozenset[int]:
+        """Return the tokens that end a sequence: the generation config's (else the config's) and the tokenizer's."""
+        named = getattr(model.generation_config, "eos_token_id", None) or model.config.eos_token_id
+        listed = named if isinstance(named, (list, tuple)) else [named]
+        own = getattr(self.tokenizer, "eos_token_id", None)
+        return frozenset(i for i in [*listed, own] if i is not None)
+
+    def _ids(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt:
+                return []
+            return list(self._need_tokenizer("text")(prompt)["input_ids"])
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            return self._chat(prompt)
+        if isinstance(prompt, Sequence):
+            return list(prompt)
+        if hasattr(prompt, "tolist"):
+            return self._ids(prompt.tolist())
+        raise UserError(f"a prompt is text, a list of token ids or a list of chat messages, not {type(prompt).__name__}")
+
+    def _chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        tokenizer = self._need_tokenizer("chat messages")
+        for message in messages:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+                raise UserError(f"a chat message needs role and content: {message!r}")
+        if not getattr(tokenizer, "chat_template", None):
+            raise UserError(f"base {self.base!r} has no chat template; give the prompt as text")
+        try:
+            made = tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception as error:  # jinja raises whatever the template raises, for roles it does not know
+            raise UserError(f"the chat template of base {self.base!r} refuses these messages: {error}") from None
+        return list(made["input_ids"])
+
+    def _need_tokenizer(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise UserError(f"base {self.base!r} has no tokenizer, so {what} cannot be encoded; give token ids")
+        return self.tokenizer

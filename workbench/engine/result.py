@@ -1,0 +1,147 @@
+"""What a finished request gives back: its text, its numbers, and its trace."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from workbench.engine.request import Request
+from workbench.engine.text import token_texts
+from workbench.errors import UserError
+from workbench.instrument.trace import Trace
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a request took.
+
+    Attributes:
+        prompt_tokens, completion_tokens, total_tokens: counts.
+        prompt_time_s: from submission to the first token, waiting included.
+        completion_time_s: from the first token to the last.
+        total_time_s: from submission to the end.
+        avg_prompt_tok_per_sec: prompt tokens per second of `prompt_time_s`.
+        avg_compl_tok_per_sec: tokens after the first per second of `completion_time_s`; 0 with fewer than two.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_time_s: float
+    completion_time_s: float
+    total_time_s: float
+    avg_prompt_tok_per_sec: float
+    avg_compl_tok_per_sec: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request.
+
+    Attributes:
+        request_id: names its trace.
+        text: generated text, special tokens and stop strings left out.
+        token_ids: generated tokens.
+        logprobs: the model's log-probability of each (natural log, before penalties and temperature).
+        finish_reason: "stop", "length", "cancelled" or "error".
+        usage: counts and rates.
+        scalings_computed: inputs that used their own scalings; 0 without a mixture.
+        scalings_reused: inputs that used another position's.
+        drafts_accepted, drafts_rejected: tokens whose scaling row was run in advance, rightly and in vain.
+        seed: of the request's noise.
+        error: why it failed, for "error".
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    usage: Usage
+    scalings_computed: int = 0
+    scalings_reused: int = 0
+    drafts_accepted: int = 0
+    drafts_rejected: int = 0
+    seed: int = 0
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-able values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"error: {self.error}" if self.error else self.text
+
+
+@dataclass(frozen=True)
+class TraceLabels:
+    """What a trace says about where it came from, beside the request's own facts."""
+
+    base: str
+    dtype: str
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def completion_of(request: Request) -> Completion:
+    """Return the result of a finished request."""
+    times = request.token_times_s
+    prompt, output = len(request.prompt_ids), request.generated
+    total = time.perf_counter() - request.submitted_s if not times else times[-1]
+    decoding = times[-1] - times[0] if len(times) > 1 else 0.0
+    usage = Usage(
+        prompt, len(output), prompt + len(output), times[0] if times else total, decoding, total,
+        prompt / times[0] if times and times[0] > 0 else 0.0,
+        (len(times) - 1) / decoding if decoding > 0 else 0.0,
+    )
+    return Completion(
+        request.id, request.output.text, tuple(output), tuple(request.logprobs), request.finish_reason or "length",
+        usage, request.scalings_computed, request.scalings_reused,
+        request.drafts.count(1), request.drafts.count(0), request.seed, request.error,
+    )
+
+
+def failed(request_id: str, error: str) -> Completion:
+    """Return the result of a request that was refused at the door."""
+    return Completion(request_id, "", (), (), "error", Usage(0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0), error=error)
+
+
+def trace_of(request: Request, tokenizer: Any, labels: TraceLabels) -> Trace:
+    """Return the scalings every input of a mixture request used.
+
+    Raises:
+        UserError: the request used no mixture.
+    """
+    mixture = request.mixture
+    if mixture is None:
+        what = f"adapter {request.adapter!r} alone" if request.adapter else "the base model alone"
+        raise UserError(f"request {request.id!r} ran {what}: it has no scalings to trace; name a mixture")
+    num_tokens, rows = len(request.tokens), len(request.sources)
+    values = np.full((num_tokens, len(mixture.sites), len(mixture.adapters)), np.nan, dtype=np.float32)
+    values[:rows] = request.scalings[request.sources].numpy()
+    source = np.full(num_tokens, -1, dtype=np.int64)
+    source[:rows] = request.sources
+    prompt = len(request.prompt_ids)
+    return Trace(
+        values=values,
+        adapters=mixture.adapter_names,
+        sites=mixture.sites,
+        token_ids=np.asarray(request.tokens, dtype=np.int64),
+        tokens=token_texts(tokenizer, request.tokens) if tokenizer else tuple(f"<{i}>" for i in request.tokens),
+        positions=np.arange(num_tokens, dtype=np.int64),
+        generated=np.arange(num_tokens) >= prompt,
+        source=source,
+        draft=np.asarray([-1] * prompt + request.drafts, dtype=np.int8),
+        time_s=np.asarray([0.0] * prompt + request.token_times_s, dtype=np.float64),
+        metadata={
+            "request_id": request.id, "base": labels.base, "mixture": mixture.name, "dtype": labels.dtype,
+            "policy": request.policy.name, "tgt_non_granular_index": getattr(request.policy, "k", None),
+            "scaling_pass_value": mixture.config.scaling_pass_value, "top_k_lora": mixture.config.top_k_lora,
+            "global_scaling_weight": mixture.config.global_scaling_weight,
+            "softmax": mixture.config.enable_softmax, "seed": request.seed, "temperature": request.sampling.temperature,
+            "finish_reason": request.finish_reason, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **labels.extra,
+        },
+    )

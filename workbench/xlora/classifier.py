@@ -1,0 +1,131 @@
+"""The X-LoRA classifier: hidden states of the scaling pass -> scalings.
+
+    h -> linear -> ReLU -> ... -> linear -> [token, site, adapter] -> softmax, top-k (lora_kernels.scalings)
+
+h is the last hidden state after the final norm, each position by itself. Dropout is a training matter and absent.
+Checkpoints come with either naming: the xlora package's (`inner.K.*`, `last.*`; K counts ReLU and Dropout too) or
+PEFT's (`internal_xlora_classifier.layers.K.*`). A checkpoint that lost layers (PEFT 0.20 and later saves do) is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from lora_kernels.scalings import scalings
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - the name torch's own documentation uses
+
+from workbench.errors import UserError, names
+from workbench.xlora.config import XLoRAConfig
+
+_PEFT_KEY = re.compile(r"^(?:.*\.)?internal_xlora_classifier\.layers\.(\d+)\.(weight|bias)$")
+_INNER_KEY = re.compile(r"^(?:.*\.)?inner\.(\d+)\.(weight|bias)$")
+_LAST_KEY = re.compile(r"^(?:.*\.)?last\.(weight|bias)$")
+
+
+class Classifier:
+    """The classifier's layers and settings.
+
+    Args:
+        config: its settings.
+        layers: `(weight [out, in], bias [out] or None)` of each linear layer, first to last.
+        num_sites: sites the scalings have, L.
+        num_adapters: adapters they weigh, n.
+    """
+
+    def __init__(
+        self, config: XLoRAConfig, layers: list[tuple[Tensor, Tensor | None]], num_sites: int, num_adapters: int
+    ):
+        self.config, self.layers = config, layers
+        self.num_sites, self.num_adapters = num_sites, num_adapters
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], config: XLoRAConfig, num_sites: int, num_adapters: int, where: str
+    ) -> Classifier:
+        """Check a checkpoint's layers for completeness and shapes.
+
+        Raises:
+            UserError: missing layers, unknown tensors, or shapes other than the config, sites and adapters ask for.
+        """
+        found = _layers_by_index(tensors, where)
+        depth, width, out = config.xlora_depth, config.xlora_size, num_adapters
+        out *= num_sites if config.layerwise_scalings else 1
+        widths = [config.hidden_size] + [width] * (depth - 1) + [out]
+        expected = list(zip(widths[1:], widths[:-1], strict=True))
+        if len(found) != depth:
+            raise UserError(
+                f"{where}: the classifier has depth {depth}, so {depth} linear layers {[list(s) for s in expected]} were "
+                f"expected, but the file holds {len(found)}: "
+                f"{[list(pair['weight'].shape) for pair in found if 'weight' in pair] or 'none'}. A save by PEFT 0.20 or "
+                "later loses classifier layers; save the mixture again with an earlier PEFT, or export the classifier"
+            )
+        layers = []
+        for number, (pair, shape) in enumerate(zip(found, expected, strict=True), 1):
+            layers.append(_checked_layer(pair, shape, config.use_bias, f"{where}: classifier layer {number} of {depth}"))
+        return cls(config, layers, num_sites, num_adapters)
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> Classifier:
+        """Return the classifier with its layers in this dtype on this device."""
+        moved = [(w.to(device, dtype), None if b is None else b.to(device, dtype)) for w, b in self.layers]
+        return Classifier(self.config, moved, self.num_sites, self.num_adapters)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return scalings `[token, site, adapter]` in float32 of hidden states `[token, hidden]`."""
+        for number, (weight, bias) in enumerate(self.layers):
+            if number and self.config.use_relu:
+                hidden = F.relu(hidden)
+            hidden = F.linear(hidden, weight, bias)
+        if self.config.layerwise_scalings:
+            logits = hidden.reshape(-1, self.num_sites, self.num_adapters)
+        else:
+            logits = hidden[:, None, :].expand(-1, self.num_sites, -1)
+        config = self.config
+        return scalings(
+            logits,
+            softmax=config.enable_softmax,
+            temperature=config.softmax_temperature,
+            top_k=config.top_k_lora,
+            softmax_topk=config.enable_softmax_topk,
+        )
+
+
+def _layers_by_index(tensors: Mapping[str, Tensor], where: str) -> list[dict[str, Tensor]]:
+    layers: dict[float, dict[str, Tensor]] = {}
+    strange = []
+    for key, tensor in tensors.items():
+        if match := _PEFT_KEY.match(key) or _INNER_KEY.match(key):
+            index, kind = float(match[1]), match[2]
+        elif match := _LAST_KEY.match(key):
+            index, kind = float("inf"), match[1]
+        else:
+            strange.append(key)
+            continue
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{where}: tensor {key!r} has NaN or infinite values")
+        layers.setdefault(index, {})[kind] = tensor
+    if strange:
+        raise UserError(f"{where}: {names(strange, 4)} belong to no classifier layer")
+    return [layers[index] for index in sorted(layers)]
+
+
+def _checked_layer(
+    pair: Mapping[str, Tensor], shape: tuple[int, int], use_bias: bool, where: str
+) -> tuple[Tensor, Tensor | None]:
+    if "weight" not in pair:
+        raise UserError(f"{where} has a bias but no weight")
+    weight, bias = pair["weight"], pair.get("bias")
+    if tuple(weight.shape) != shape:
+        raise UserError(
+            f"{where} has shape {list(weight.shape)}, but {list(shape)} was expected (outputs of the last layer: "
+            "sites x adapters if layerwise, else adapters)"
+        )
+    if use_bias and bias is None:
+        raise UserError(f"{where} has no bias, but the config says use_bias")
+    if not use_bias and bias is not None:
+        raise UserError(f"{where} has a bias, but the config says use_bias is false")
+    if bias is not None and tuple(bias.shape) != shape[:1]:
+        raise UserError(f"{where} has a bias of shape {list(bias.shape)}, but {[shape[0]]} was expected")
+    return weight, bias
