@@ -99,15 +99,18 @@ class Ordering:
             missing = [site for site in sites if site not in self.layers]
             if unknown:
                 hint = nearest(unknown[0], missing or sites)
-                problems.append(f"'layers' names {_count(unknown, 'site')} that the model does not have: "
-                                f"{names(unknown)}{hint}")
+                problems.append(
+                    f"'layers' names {_count(unknown, 'site')} that the model does not have: {names(unknown)}{hint}"
+                )
             if missing:
                 problems.append(f"'layers' lacks {_count(missing, 'site')} of the model: {names(missing)}")
         absent = [name for name in self.order if adapters is not None and name not in adapters]
         if absent:
             hint = nearest(absent[0], [name for name in adapters if name not in self.order])
-            problems.append(f"'order' names {_count(absent, 'adapter')} without a folder: {names(absent)}{hint}; "
-                            f"found {names(sorted(adapters))}")
+            problems.append(
+                f"'order' names {_count(absent, 'adapter')} without a folder: {names(absent)}{hint}; "
+                f"found {names(sorted(adapters))}"
+            )
         if problems:
             raise UserError("the ordering does not fit: " + "; ".join(problems))
 
@@ -131,8 +134,10 @@ def lora_sites(model: torch.nn.Module, target_modules: str | Iterable[str]) -> l
     wrong = [name for name in found if not isinstance(modules[name], nn.Linear | Conv1D | nn.Embedding)]
     if wrong:
         kind = type(modules[wrong[0]]).__name__
-        raise UserError(f"target_modules matches {wrong[0]!r}, which is {_article(kind)} and can carry no LoRA weights"
-                        f"{nearest(wrong[0], linear)}")
+        raise UserError(
+            f"target_modules matches {wrong[0]!r}, which is {_article(kind)} and can carry no LoRA weights"
+            f"{nearest(wrong[0], linear)}"
+        )
     return found
 
 
@@ -145,15 +150,19 @@ def _matching_paths(paths: Sequence[str], target_modules: str | Iterable[str], l
             raise UserError(f"target_modules {target_modules!r} is not a regular expression: {error}") from None
         found = [path for path in paths if pattern.fullmatch(path)]
         if not found:
-            raise UserError(f"target_modules {target_modules!r}, a regular expression for whole module paths, matches "
-                            f"none of this model, whose linear layers are named {names(leaves)}")
+            raise UserError(
+                f"target_modules {target_modules!r}, a regular expression for whole module paths, matches "
+                f"none of this model, whose linear layers are named {names(leaves)}"
+            )
         return found
     targets = list(target_modules)
     unmatched = [name for name in targets if not any(_names_path(name, path) for path in paths)]
     if unmatched or not targets:
         hint = nearest(unmatched[0], leaves) if unmatched else ""
-        raise UserError(f"target_modules names {names(unmatched)}, found nowhere in this model, whose linear layers "
-                        f"are named {names(leaves, 16)}{hint}")
+        raise UserError(
+            f"target_modules names {names(unmatched)}, found nowhere in this model, whose linear layers "
+            f"are named {names(leaves, 16)}{hint}"
+        )
     return [path for path in paths if any(_names_path(name, path) for name in targets)]
 
 
@@ -287,11 +296,14 @@ def _checked_preload(entries: object, where: str) -> tuple[dict, ...]:
     if not isinstance(entries, list | tuple):
         raise UserError(f"{where}: 'preload_adapters' is {_kind(entries)}, expected a list of objects or null")
     for entry in entries:
-        if not isinstance(entry, Mapping) or set(entry) != set(PRELOAD_FIELDS) or not all(
-            isinstance(value, str) and value for value in entry.values()
+        if (
+            not isinstance(entry, Mapping)
+            or set(entry) != set(PRELOAD_FIELDS)
+            or not all(isinstance(value, str) and value for value in entry.values())
         ):
-            raise UserError(f"{where}: 'preload_adapters' holds {entry!r}, expected objects with the texts "
-                            f"{names(PRELOAD_FIELDS)}")
+            raise UserError(
+                f"{where}: 'preload_adapters' holds {entry!r}, expected objects with the texts {names(PRELOAD_FIELDS)}"
+            )
     loaded = [entry["name"] for entry in entries]
     repeated = sorted({name for name in loaded if loaded.count(name) > 1})
     if repeated:
