@@ -55,7 +55,8 @@ class Engine:
         folder = hub.resolve_base(cfg.base, revision=cfg.revision, token=cfg.token, offline=cfg.offline)
         self.base_id = label_of(cfg.base, folder)
         self.model = BaseModel.load(
-            folder, self.base_id, _DTYPES[cfg.dtype], self.device, cfg.max_len, cfg.trust_remote_code
+            folder, self.base_id, _DTYPES[cfg.dtype], self.device, cfg.max_len, cfg.trust_remote_code,
+            packed=not cfg.row_padding,
         )
         self.tokenizer = load_tokenizer(folder, cfg.trust_remote_code)
         self.prompts = Prompts(self.tokenizer, self.model.vocab_size, self.model.max_len, self.base_id)

@@ -7,8 +7,9 @@ returns no mask at once, where a registered one would make it look for packed se
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from workbench.adapters.model import LoRATargetModule
 from workbench.adapters.slots import SlotTable
 from workbench.engine.attention import NAME, packed_attention
 from workbench.engine.batch import StepBatch
+from workbench.engine.prepack import prepack
 from workbench.errors import UserError, names, nearest
 from workbench.jsonfile import read_json
 
@@ -29,6 +31,7 @@ SUPPORTED = (
     "llama", "mistral", "gemma", "gemma2", "gemma3_text", "mixtral", "phi", "phi3", "starcoder2", "qwen2", "qwen3",
     "qwen3_moe", "granite", "cohere", "olmo2", "gpt_neox", "opt", "gpt2", "smollm3",
 )  # fmt: skip
+_PROGRESS_BYTES = 1 << 30  # a smaller model loads before a bar could be read
 
 
 class BaseModel:
@@ -57,9 +60,9 @@ class BaseModel:
     @classmethod
     def load(
         cls, folder: Path, name: str, dtype: torch.dtype, device: torch.device, max_len: int | None = None,
-        trust_remote_code: bool = False,
+        trust_remote_code: bool = False, packed: bool = True,
     ) -> BaseModel:
-        """Load a model folder.
+        """Load a model folder; `packed` reorders linear weights for a CPU.
 
         Raises:
             UserError: no or bad config, an architecture we do not support, missing or corrupt weights.
@@ -72,16 +75,22 @@ class BaseModel:
         except (ValueError, OSError, KeyError) as error:
             raise UserError(f"base {name!r}: {folder} has no usable config.json: {_first_line(error)}") from None
         check_supported(config, name)
+        bars = folder_bytes(folder) > _PROGRESS_BYTES
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=dtype, attn_implementation=NAME, use_safetensors=True,
-                local_files_only=True, output_loading_info=True, trust_remote_code=trust_remote_code,
-            )
+            with _progress_bars(bars):
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    folder, config=config, dtype=dtype, attn_implementation=NAME, use_safetensors=True,
+                    local_files_only=True, output_loading_info=True, trust_remote_code=trust_remote_code,
+                )
         except Exception as error:  # transformers and safetensors raise many kinds; all mean the files do not load
             raise UserError(f"base {name!r}: its weights in {folder} do not load: {_first_line(error)}") from None
         if missing := sorted(info["missing_keys"]):
             raise UserError(f"base {name!r}: {len(missing)} weights are missing from {folder}: {names(missing, 4)}")
-        return cls(model.to(device), name, max_len)
+        loaded = cls(model.to(device), name, max_len)
+        if packed:
+            prepack(loaded.model)
+            loaded._head = _head_of(loaded.model)
+        return loaded
 
     @property
     def device(self) -> torch.device:
@@ -152,6 +161,11 @@ class BaseModel:
         finally:
             self.routing.rows = None
         return output.logits[0, :count].float()
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the size of a folder's weights."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def label_of(source: str, folder: Path) -> str:
@@ -245,6 +259,20 @@ def _fix_longrope(model: nn.Module, max_len: int) -> tuple[str, ...]:
         notes.append(f"longrope uses its {chosen} factors for every sequence, as max_len is {max_len} tokens "
                      f"(the limit between the sets is {original})")
     return tuple(notes[:1])
+
+
+@contextlib.contextmanager
+def _progress_bars(shown: bool) -> Iterator[None]:
+    from transformers.utils import logging
+
+    was_shown = logging.is_progress_bar_enabled()
+    if not shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()
 
 
 def _first_line(error: BaseException) -> str:
