@@ -211,6 +211,13 @@ def test_refused_connection_fails_within_seconds(online):
     assert time.monotonic() - started < 5
 
 
+def test_password_in_the_endpoint_is_not_shown(online):
+    online.setenv("HF_ENDPOINT", "http://me:open-sesame@127.0.0.1:9")
+    with pytest.raises(UserError, match="the Hub at http://127.0.0.1:9 ") as caught:
+        resolve_mixture("org/mix")
+    assert "sesame" not in str(caught.value)
+
+
 def test_silent_hub_fails_within_seconds(online):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         online.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")

@@ -56,7 +56,7 @@ def fetch(repo: Repo, token: str | None = None, offline: bool | None = None, pro
     reason = unreachable(_endpoint(), REACH_TIMEOUT_S)
     if reason:
         raise UserError(
-            f"{repo.label} cannot be fetched: the Hub at {_endpoint()} {reason}{found}. Check the "
+            f"{repo.label} cannot be fetched: the Hub at {_shown_endpoint()} {reason}{found}. Check the "
             f"connection, or give the path of a local folder"
         )
     with _progress_bars(progress), _as_user_errors(repo, token):
@@ -107,6 +107,12 @@ def _endpoint() -> str:
     from huggingface_hub import constants
 
     return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+
+
+def _shown_endpoint() -> str:
+    """Return the endpoint without the user and password that its address may carry."""
+    scheme, separator, rest = _endpoint().rpartition("://")
+    return scheme + separator + rest.rpartition("@")[2]
 
 
 def _from_cache(repo: Repo) -> tuple[Path | None, str | None]:
@@ -180,7 +186,7 @@ def _progress_bars(shown: bool) -> Iterator[None]:
 def _as_user_errors(repo: Repo, token: str | None) -> Iterator[None]:
     try:
         yield
-    except (UserError, KeyboardInterrupt):
+    except UserError:
         raise
     # httpx, requests, the Hub's own and the file system's errors share no base class
     except Exception as error:
@@ -193,7 +199,7 @@ def _explain(repo: Repo, error: Exception, token: str | None) -> str:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError):
         return (
-            f"access to it is restricted; ask for access at {_endpoint()}/{repo.repo_id}, then give "
+            f"access to it is restricted; ask for access at {_shown_endpoint()}/{repo.repo_id}, then give "
             f"{'a token of an account that has it' if token else 'a token, or log in with `hf auth login`'}"
         )
     if isinstance(error, errors.RevisionNotFoundError):
