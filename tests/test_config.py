@@ -64,6 +64,15 @@ def test_every_field_refuses_a_value_of_another_kind():
             EngineConfig.from_mapping({item.name: object()})
 
 
+def test_change_keeps_the_rest_and_checks_the_new():
+    config = EngineConfig(base="org/name", token="hf_secret")
+    assert config.change(max_len=9) == EngineConfig(base="org/name", token="hf_secret", max_len=9)
+    with pytest.raises(UserError, match="unknown key 'max_lne'; did you mean 'max_len'"):
+        config.change(max_lne=9)
+    with pytest.raises(UserError, match="'dtype' is 'float8'"):
+        config.change(dtype="float8")
+
+
 def test_token_stays_out_of_the_repr():
     assert "hf_secret" not in repr(EngineConfig(token="hf_secret"))
 

@@ -61,7 +61,8 @@ class EngineConfig:
 
     def change(self, **settings: typing.Any) -> EngineConfig:
         """Return a copy with some settings changed; an unknown one is a UserError."""
-        return build(type(self), {**{item.name: getattr(self, item.name) for item in fields(self)}, **settings}, "engine")
+        current = {item.name: getattr(self, item.name) for item in fields(self)}
+        return build(type(self), current | settings, "engine")
 
     @classmethod
     def from_mapping(cls, mapping: Mapping, where: str = "engine") -> EngineConfig:
