@@ -1,0 +1,118 @@
+"""How tokens, sites and metadata are spelled in pictures. Whatever a token holds, it shows as visible, inert text."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+
+import numpy as np
+
+from workbench.display.palette import adapter_key
+from workbench.instrument.trace import Trace
+
+TITLE = "Which adapter speaks, token by token"
+EMPTY = "▫"  # a token that adds no text of its own: part of a character
+NEWLINE = "⏎"
+TAB = "⇥"
+FACTS = {
+    "base": "Base",
+    "mixture": "Mixture",
+    "policy": "Scalings policy",
+    "tgt_non_granular_index": "tgt_non_granular_index",
+    "dtype": "Dtype",
+    "created": "Created",
+    "request_id": "Request",
+}
+
+
+def visible(text: str) -> str:
+    """Return `text` with every character a reader could miss spelled out; newlines and tabs also keep their effect."""
+    return "".join(_visible_char(char) for char in text) if text else EMPTY
+
+
+def short(text: str, limit: int = 14) -> str:
+    """Return `text` on one line, at most `limit` characters, for ticks and readouts."""
+    line = visible(text).replace("\n", "").replace("\t", "").replace(" ", "·")
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _visible_char(char: str) -> str:
+    if char == "\n":
+        return NEWLINE + "\n"
+    if char == "\t":
+        return TAB + "\t"
+    if char == "\x7f":
+        return "␡"
+    if ord(char) < 0x20:
+        return chr(0x2400 + ord(char))
+    # format characters are invisible or turn the text around; combining ones that make emoji must stay
+    category = unicodedata.category(char)
+    if category in ("Cc", "Cs", "Co", "Cn", "Zl", "Zp") or (category == "Cf" and char != "\u200d"):
+        return f"⟨{ord(char):04X}⟩"
+    return "␣" if category == "Zs" and char != " " else char
+
+
+def layer_of(site: str) -> int | None:
+    """Return the layer number in a site's path, None for a site outside the layers (`lm_head`)."""
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", site)
+    return int(found.group(1)) if found else None
+
+
+def layer_runs(layers: Sequence[int | None]) -> list[tuple[int | None, int, int]]:
+    """Return `(layer, start, stop)` for each run of neighbouring sites of one layer."""
+    runs: list[tuple[int | None, int, int]] = []
+    for index, layer in enumerate(layers):
+        if runs and runs[-1][0] == layer:
+            runs[-1] = (layer, runs[-1][1], index + 1)
+        else:
+            runs.append((layer, index, index + 1))
+    return runs
+
+
+def facts(trace: Trace) -> list[tuple[str, str]]:
+    """Return the summary of a trace as `(name, value)` pairs, counts first, then what the metadata says."""
+    computed, reused = int(trace.computed.sum()), int(trace.reused.sum())
+    tokens = f"{trace.prompt_tokens} prompt + {trace.num_tokens - trace.prompt_tokens} generated"
+    pairs = [("Tokens", tokens), ("Scalings", f"{computed} computed, {reused} reused")]
+    pairs += [(label, str(trace.metadata[key])) for key, label in FACTS.items() if trace.metadata.get(key) is not None]
+    if trace.metadata.get("edits"):
+        pairs.append(("Edited run", ", ".join(map(str, np.atleast_1d(trace.metadata["edits"])))))
+    return pairs
+
+
+def scale_note(trace: Trace) -> str:
+    """Return what 1.0 means in this trace, and how many values lie outside 0 … 1."""
+    sums = trace.values.sum(2, dtype=np.float64)
+    sums = sums[~np.isnan(sums)]
+    note = "1.0 = the adapter's full change is added at that site and token; 0 = none of it."
+    if sums.size and np.abs(sums - 1).max() < 0.01:
+        note = note[:-1] + ". The adapters of one site and token sum to 1, so 1.0 = this adapter alone."
+    above, below = int((trace.values > 1).sum()), int((trace.values < 0).sum())
+    if above or below:
+        note += f" Outside the scale and marked: {above} values above 1, {below} below 0."
+    return note
+
+
+def description(trace: Trace, title: str) -> str:
+    """Return the picture in words: the text alternative of the image."""
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in trace.share().items())
+    leading, spans = trace.leading(), []
+    for start, stop in runs(leading):
+        if leading[start] >= 0 and len(spans) < 12:
+            spans.append(f"tokens {start}–{stop - 1} {trace.adapters[leading[start]]}")
+    return (
+        f"{title}. Heatmaps of the scalings of {len(trace.adapters)} adapters over {trace.num_tokens} tokens and "
+        f"{len(trace.sites)} sites. Mean share: {shares}. Leading adapter: {'; '.join(spans) or 'none'}."
+    )
+
+
+def runs(values: np.ndarray) -> list[tuple[int, int]]:
+    """Return `(start, stop)` of each run of equal neighbours in a 1-d array."""
+    edges = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+def keyed(adapters: Sequence[str]) -> list[str]:
+    """Return the adapters' names, each after its letter: `A python`."""
+    return [f"{adapter_key(index)} {name}" for index, name in enumerate(adapters)]

@@ -1,0 +1,194 @@
+"""A trace: the scalings one request used, token by token, with labels and metadata.
+
+It is data, not a tool: numpy arrays, tuples and a JSON-able dict. Axis order is always `[token, site, adapter]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import UserError, names, nearest
+from workbench.instrument import trace_checks, trace_file
+
+if TYPE_CHECKING:
+    import pandas
+
+TokenIndex = slice | Sequence[int] | Sequence[bool] | np.ndarray | None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Trace:
+    """Scalings `values[token, site, adapter]` of one request. A NaN row was never an input of the model.
+
+    Raises:
+        UserError: an axis has the wrong length, dtype or content; the message names it.
+    """
+
+    values: np.ndarray  # [token, site, adapter] float32 or float16
+    adapters: tuple[str, ...]
+    sites: tuple[str, ...]
+    token_ids: np.ndarray  # [token] int64
+    tokens: tuple[str, ...]  # the text each token adds; "" while a character is incomplete
+    positions: np.ndarray  # [token] int64, increasing
+    generated: np.ndarray  # [token] bool; False = prompt
+    source: np.ndarray  # [token] int64: position whose scalings were used; own = computed; -1 = never an input
+    draft: np.ndarray  # [token] int8: 1 drafted and accepted, 0 drafted and rejected, -1 not drafted
+    time_s: np.ndarray  # [token] float64: seconds after submission at which the token was known
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in trace_checks.checked(self).items():
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        tokens, sites, adapters = self.values.shape
+        return (
+            f"Trace({tokens} tokens ({self.prompt_tokens} prompt) × {sites} sites × {adapters} adapters, "
+            f"{int(self.computed.sum())} computed, {int(self.reused.sum())} reused, {self.values.dtype})"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many of the tokens belong to the prompt."""
+        return int((~self.generated).sum())
+
+    @property
+    def text(self) -> str:
+        return "".join(self.tokens)
+
+    @property
+    def computed(self) -> np.ndarray:
+        """[token] bool: the token used the scalings of its own position."""
+        return self.source == self.positions
+
+    @property
+    def reused(self) -> np.ndarray:
+        """[token] bool: the token used the scalings of an earlier position."""
+        return (self.source >= 0) & ~self.computed
+
+    def token_means(self) -> np.ndarray:
+        """Return the mean over sites, `[token, adapter]` float64; NaN where a token has no value."""
+        return nan_mean(self.values, 1)
+
+    def share(self, tokens: TokenIndex = None) -> dict[str, float]:
+        """Return each adapter's mean scaling over sites and over `tokens` (a slice, mask or indices; None = all)."""
+        values = self.values if tokens is None else self.values[trace_checks.token_index(tokens, self.num_tokens)]
+        return dict(zip(self.adapters, nan_mean(values, (0, 1)).tolist(), strict=True))
+
+    def leading(self) -> np.ndarray:
+        """Return `[token]` int64: the adapter with the largest mean over sites; -1 where the token has no values."""
+        means = self.token_means()
+        return np.where(np.isnan(means).all(1), -1, np.where(np.isnan(means), -np.inf, means).argmax(1))
+
+    def select(
+        self,
+        tokens: TokenIndex = None,
+        sites: str | Sequence[str] | None = None,
+        adapters: str | Sequence[str] | None = None,
+    ) -> Trace:
+        """Return the part with these tokens, the sites matching any of these patterns (`*.q_proj`), these adapters.
+
+        Raises:
+            UserError: a pattern or name matches nothing, or an index is out of range.
+        """
+        rows = trace_checks.token_index(tokens, self.num_tokens)
+        columns = _matching_sites(self.sites, sites)
+        chosen = _adapter_indices(self.adapters, adapters)
+        return replace(
+            self,
+            values=self.values[rows][:, columns][:, :, chosen],
+            adapters=tuple(self.adapters[i] for i in chosen),
+            sites=tuple(self.sites[i] for i in columns),
+            tokens=tuple(self.tokens[i] for i in rows),
+            **{name: getattr(self, name)[rows] for name in trace_checks.PER_TOKEN},
+        )
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Return one line per token, site and adapter.
+
+        Columns: token, position, text, generated, computed, site, adapter, scaling.
+        """
+        import pandas as pd
+
+        tokens, sites, adapters = self.values.shape
+        token = np.repeat(np.arange(tokens), sites * adapters)
+        site = np.tile(np.repeat(np.arange(sites), adapters), tokens)
+        adapter = np.tile(np.arange(adapters), tokens * sites)
+        return pd.DataFrame(
+            {
+                "token": token,
+                "position": self.positions[token],
+                "text": pd.Series(self.tokens, dtype=object).take(token).to_numpy(),
+                "generated": self.generated[token],
+                "computed": self.computed[token],
+                "site": pd.Categorical.from_codes(site, categories=list(self.sites)),
+                "adapter": pd.Categorical.from_codes(adapter, categories=list(self.adapters)),
+                "scaling": self.values.reshape(-1),
+            }
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file, whole or not at all, and return its path."""
+        return trace_file.write(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read a trace that `save` wrote.
+
+        Raises:
+            UserError: no such file, another kind of file, a truncated one, or one from a newer version.
+        """
+        fields = trace_file.read(Path(path))
+        try:
+            return cls(**fields)
+        except UserError as error:
+            raise UserError(f"{path} is not a usable trace: {error}") from None
+
+
+def nan_mean(values: np.ndarray, axis: int | tuple[int, ...]) -> np.ndarray:
+    """Return the float64 mean over `axis` ignoring NaN; NaN (without a warning) where nothing is left."""
+    missing = np.isnan(values)
+    total = np.where(missing, 0, values).sum(axis, dtype=np.float64)
+    count = (~missing).sum(axis)
+    return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
+
+
+def _matching_sites(sites: tuple[str, ...], patterns: str | Sequence[str] | None) -> list[int]:
+    """Return the indices, in site order, of the sites that match any of the patterns."""
+    if patterns is None:
+        return list(range(len(sites)))
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    endings = {f"*.{site.rpartition('.')[2]}" for site in sites}
+    chosen: set[int] = set()
+    for pattern in patterns:
+        hits = [i for i, site in enumerate(sites) if fnmatchcase(site, pattern)]
+        if not hits:
+            hint = nearest(pattern, [*sorted(endings), *sites])
+            raise UserError(f"no site of this trace matches {pattern!r}{hint}; its sites are {names(sites, 4)}")
+        chosen.update(hits)
+    if not chosen:
+        raise UserError("sites=[] selects nothing; leave sites out to keep all of them")
+    return sorted(chosen)
+
+
+def _adapter_indices(adapters: tuple[str, ...], wanted: str | Iterable[str] | None) -> list[int]:
+    """Return the indices of the wanted adapters, in the order they were asked for."""
+    if wanted is None:
+        return list(range(len(adapters)))
+    wanted = [wanted] if isinstance(wanted, str) else list(wanted)
+    if not wanted:
+        raise UserError("adapters=[] selects nothing; leave adapters out to keep all of them")
+    for name in wanted:
+        if name not in adapters:
+            raise UserError(f"no adapter {name!r} in this trace{nearest(name, adapters)}; it has {names(adapters)}")
+    return [adapters.index(name) for name in wanted]
