@@ -38,7 +38,7 @@ def mix(y: Tensor, x: Tensor, a: Tensor, b: Tensor, owner: Tensor, weights: Tens
     """
     check_rows("mix", y, x, a, b)
     if weights.dim() != 2 or weights.shape[0] != x.shape[0]:
-        raise ValueError(f"mix: weights must be [{x.shape[0]} rows, adapters], but their shape is {list(weights.shape)}")
+        raise ValueError(f"mix: weights must be [{x.shape[0]} rows, adapters], not of shape {list(weights.shape)}")
     if owner.shape != (a.shape[0],) or owner.dtype != torch.int64:
         raise ValueError(f"mix: owner must be int64 of shape [{a.shape[0]}], not {owner.dtype} {list(owner.shape)}")
     if a.shape[0]:

@@ -25,7 +25,21 @@ _HOME = {
     "non_granular": "workbench.xlora",
     "show": "workbench.display",
 }
-__all__ = sorted(_HOME)
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "LoRAConfig",
+    "LoRAModel",
+    "Mixture",
+    "Ordering",
+    "Sampling",
+    "Trace",
+    "UserError",
+    "exact",
+    "non_granular",
+    "show",
+]
 
 if TYPE_CHECKING:
     from workbench.adapters import LoRAConfig, LoRAModel

@@ -17,12 +17,13 @@ from workbench.errors import UserError, names, nearest
 from workbench.jsonfile import read_json
 
 # keys that describe training, saving, or initialisation that leaves the base weights alone
-_HARMLESS = frozenset(
-    """auto_mapping base_model_name_or_path revision task_type inference_mode peft_type peft_version lora_dropout
-    layers_pattern layers_to_transform exclude_modules target_modules megatron_config megatron_core qalora_group_size
-    runtime_config eva_config init_lora_weights loftq_config ensure_weight_tying use_rslora r lora_alpha
-    rank_pattern alpha_pattern fan_in_fan_out bias""".split()
-)
+_HARMLESS = frozenset({
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
+    "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "megatron_config", "megatron_core",
+    "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config",
+    "target_modules", "task_type", "use_rslora",
+})  # fmt: skip
 # key -> why an adapter that sets it is refused
 _REFUSED = {
     "use_dora": "DoRA rescales the base weight's columns",
@@ -149,7 +150,7 @@ def _refuse_unsupported(given: Mapping[str, Any], where: str) -> None:
         reasons.append(f"init_lora_weights={init!r} (not known here)")
     unknown = [key for key, value in given.items() if value and key not in _HARMLESS and key not in _REFUSED]
     if reasons:
-        raise UserError(f"{where}: the adapter uses {'; '.join(reasons)}. It cannot be applied exactly, so it is refused")
+        raise UserError(f"{where} is refused, as it cannot be applied exactly: it uses {'; '.join(reasons)}")
     if unknown:
         hint = nearest(unknown[0], _HARMLESS)
         raise UserError(f"{where}: {names(unknown)} set, but not known here{hint}; the adapter is refused unread")

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
+
 from lora_kernels.mix import mix
 from lora_kernels.segments import Segment
 from lora_kernels.sgmv import sgmv
-from torch import Tensor, nn
-
 from workbench.adapters.slots import SiteTable
 
 
@@ -106,7 +106,7 @@ class LoRALinear(nn.Module):
         if rows is None or not (rows.one_hot or rows.mixtures):
             return y
         flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-        assert flat_x.shape[0] == rows.num_rows, f"{self.site} got {flat_x.shape[0]} rows, the batch has {rows.num_rows}"
+        assert flat_x.shape[0] == rows.num_rows, f"{self.site}: {len(flat_x)} rows, not {rows.num_rows}"
         (self._add_whole if rows.fixed_shape else self._add)(flat_y, flat_x, rows)
         return flat_y.view_as(y)
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from lora_kernels.segments import BASE_SLOT, Segment
 from torch import Tensor
 
+from lora_kernels.segments import BASE_SLOT, Segment
 from workbench.adapters.linear import MixtureSegment, RowWeights
 
 if TYPE_CHECKING:

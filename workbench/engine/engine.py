@@ -6,31 +6,32 @@ commit. Everything a step changes, it changes in the commit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from workbench import hub
 from workbench.adapters.model import LoRAModel
 from workbench.adapters.slots import SlotTable
 from workbench.config import EngineConfig
+from workbench.engine.base import BaseInfo
 from workbench.engine.batch import SCALING, StepBatch
-from workbench.engine.hf import BaseModel, label_of
-from workbench.engine.prompts import Prompts, load_tokenizer
+from workbench.engine.hf import BaseModel
+from workbench.engine.options import per_prompt, policy_of, require_loaded, sampling_of
 from workbench.engine.request import Request
 from workbench.engine.result import Completion, TraceLabels, completion_of, failed, trace_of
 from workbench.engine.sampling import Sampling, choose
 from workbench.engine.scheduler import Scheduler
+from workbench.engine.sources import base_setting, named_base, read_mixture, read_ordering
 from workbench.engine.text import Detokenizer
-from workbench.errors import UserError, names, nearest
+from workbench.errors import UserError, names
 from workbench.instrument.recorder import Recorder
 from workbench.ordering import Ordering
-from workbench.xlora import Mixture, ReusePolicy, exact, find_mixture, non_granular
+from workbench.xlora import Mixture, ReusePolicy
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,26 +42,27 @@ class Engine:
     Args:
         base: "demo", a folder, or a Hub id.
         config: every setting; keyword `options` override it.
+        info: a base already looked at (`BaseInfo.read`), instead of `base`, `config` and `options`.
         **options: fields of `EngineConfig`, for instance `dtype="bfloat16"`.
 
     Raises:
         UserError: the base cannot be found, loaded or supported, or a setting is wrong.
     """
 
-    def __init__(self, base: str | Path | None = None, *, config: EngineConfig | None = None, **options: Any):
-        given = {} if base is None else {"base": str(base)}
-        self.config = (config or EngineConfig()).change(**given, **options)
-        cfg = self.config
+    def __init__(
+        self, base: str | Path | None = None, *, config: EngineConfig | None = None, info: BaseInfo | None = None,
+        **options: Any,
+    ):
+        if info is None:
+            info = BaseInfo.read((config or EngineConfig()).change(**base_setting(base), **options))
+        self.config = cfg = info.config
+        self.base_id, self.prompts, self.eos_ids = info.label, info.prompts, info.eos_ids
+        self.tokenizer = info.prompts.tokenizer
         self.device = torch.device(cfg.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        folder = hub.resolve_base(cfg.base, revision=cfg.revision, token=cfg.token, offline=cfg.offline)
-        self.base_id = label_of(cfg.base, folder)
         self.model = BaseModel.load(
-            folder, self.base_id, _DTYPES[cfg.dtype], self.device, cfg.max_len, cfg.trust_remote_code,
+            info.folder, info.label, _DTYPES[cfg.dtype], self.device, cfg.max_len, cfg.trust_remote_code,
             packed=not cfg.row_padding,
         )
-        self.tokenizer = load_tokenizer(folder, cfg.trust_remote_code)
-        self.prompts = Prompts(self.tokenizer, self.model.vocab_size, self.model.max_len, self.base_id)
-        self.eos_ids = self.prompts.eos_ids(self.model.model)
         self.slots = SlotTable(self.model.dtype, self.device)
         self.adapters: dict[str, int] = {}
         self.mixtures: dict[str, Mixture] = {}
@@ -70,6 +72,37 @@ class Engine:
         self.num_steps = self.num_rows = self.num_scaling_rows = 0
         self._recorders: list[Recorder] = []
         self._num_requests = 0
+
+    @classmethod
+    def from_mixture(
+        cls, mixture: str | Path = "demo", *, ordering: Ordering | str | Path | None = None, name: str | None = None,
+        base: str | Path | None = None, settings: dict[str, Any] | None = None, info: BaseInfo | None = None,
+        **options: Any,
+    ) -> Engine:
+        """Make an engine for a mixture and load it: on `base`, or on the base the ordering or the mixture names.
+
+        The mixture is checked against the base's architecture before the base's weights are read.
+
+        Args:
+            mixture: "demo", folder or Hub id of an X-LoRA repository.
+            ordering: an `Ordering` or its file.
+            name: what requests call the mixture; by default the folder's name.
+            base: a base of your own choice.
+            settings: X-LoRA settings that override the repository's.
+            info: a base already looked at, instead of `base` and `options`.
+            **options: fields of `EngineConfig`.
+        """
+        given = read_ordering(ordering)
+        if info is None:
+            base = named_base(mixture, given, options) if base is None else base
+            info = BaseInfo.read(EngineConfig().change(base=str(base), **options))
+        where = {"token": info.config.token, "offline": info.config.offline}
+        read = read_mixture(
+            mixture, name, info.targets(), info.label, info.hf_config.hidden_size, given, settings, where
+        )
+        engine = cls(info=info)
+        engine._install(read)
+        return engine
 
     def load_adapter(self, source: str | Path, name: str | None = None, **where: Any) -> str:
         """Load a LoRA adapter and return its name.
@@ -99,29 +132,17 @@ class Engine:
             settings: X-LoRA settings that override the repository's, such as `{"top_k_lora": 2}`.
             **where: `revision`, `token`, `offline` of a Hub id.
         """
-        given = Ordering.read(Path(ordering)) if isinstance(ordering, (str, Path)) else ordering
-        folder = hub.resolve_mixture(str(source), **where)
-        name = name or Path(str(source)).name
-        self._check_new(name)
-        mixture = Mixture.read(
-            find_mixture(folder), name, self.model.targets, self.base_id, self.model.hidden_size, given,
-            **(settings or {}),
+        mixture = read_mixture(
+            source, name, self.model.targets, self.base_id, self.model.hidden_size, read_ordering(ordering), settings,
+            where,
         )
-        slots: list[int] = []
-        try:
-            for adapter in mixture.adapters:
-                slots.append(self._place(adapter))
-        except BaseException:
-            for slot in slots:
-                self.slots.drop(slot)
-            raise
-        self.mixtures[name] = mixture.placed(tuple(slots), self.model.dtype, self.device)
-        return name
+        self._check_new(mixture.name)
+        self._install(mixture)
+        return mixture.name
 
     def unload(self, name: str) -> None:
         """Unload an adapter or mixture that no unfinished request uses."""
-        if name not in self.adapters and name not in self.mixtures:
-            raise self._unknown(name, "adapter or mixture", [*self.adapters, *self.mixtures])
+        require_loaded(name, "adapter or mixture", [*self.adapters, *self.mixtures])
         users = [r.id for r in self.scheduler.requests() if name == r.adapter or (r.mixture and r.mixture.name == name)]
         if users:
             raise UserError(f"{name!r} is in use by requests {names(users)}; wait for them or cancel them first")
@@ -150,14 +171,12 @@ class Engine:
         Raises:
             UserError: a prompt, name or setting that does not fit.
         """
-        sampling = self._sampling(sampling, options)
-        chosen = self._policy(tgt_non_granular_index, policy, mixture)
+        sampling = sampling_of(sampling, options)
+        chosen = policy_of(tgt_non_granular_index, policy, mixture)
         if adapter is not None and mixture is not None:
             raise UserError(f"name an adapter ({adapter!r}) or a mixture ({mixture!r}), not both")
-        if adapter is not None and adapter not in self.adapters:
-            raise self._unknown(adapter, "adapter", self.adapters)
-        if mixture is not None and mixture not in self.mixtures:
-            raise self._unknown(mixture, "mixture", self.mixtures)
+        require_loaded(adapter, "adapter", self.adapters)
+        require_loaded(mixture, "mixture", self.mixtures)
         ids = self.prompts.encode(prompt, sampling.max_tokens)
         request_id = self._new_id(request_id)
         seed = sampling.seed if sampling.seed is not None else self.config.seed * 1_000_003 + self._num_requests
@@ -179,7 +198,7 @@ class Engine:
         """
         if not self.prompts.is_batch(prompts):
             return self._run([self.submit(prompts, **options)])[0]
-        each = _per_prompt(options, len(prompts))
+        each = per_prompt(options, len(prompts))
         requests: list[Request | Completion] = []
         for prompt, own in zip(prompts, each, strict=True):
             try:
@@ -283,6 +302,17 @@ class Engine:
                 recorder.add(request.id, lambda request=request: trace_of(request, self.tokenizer, labels))
         return requests
 
+    def _install(self, mixture: Mixture) -> None:
+        slots: list[int] = []
+        try:
+            for adapter in mixture.adapters:
+                slots.append(self._place(adapter))
+        except BaseException:
+            for slot in slots:
+                self.slots.drop(slot)
+            raise
+        self.mixtures[mixture.name] = mixture.placed(tuple(slots), self.model.dtype, self.device)
+
     def _place(self, adapter: LoRAModel) -> int:
         for site in adapter.sites:
             self.model.wrap(site, self.slots)
@@ -297,38 +327,3 @@ class Engine:
             raise UserError(f"request id {wanted!r} is taken by a request that is still running")
         self._num_requests += 1
         return wanted or f"req-{self._num_requests}"
-
-    @staticmethod
-    def _unknown(name: str, kind: str, loaded: Iterable[str]) -> UserError:
-        return UserError(f"no {kind} {name!r} is loaded{nearest(name, loaded)}; loaded: {names(list(loaded))}")
-
-    @staticmethod
-    def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
-        known = Sampling.__dataclass_fields__
-        for name in options:
-            if name not in known:
-                raise UserError(f"unknown setting {name!r}{nearest(name, known)}; sampling settings: {names(list(known), 20)}")
-        return replace(sampling or Sampling(), **options)
-
-    @staticmethod
-    def _policy(k: int | None, policy: ReusePolicy | None, mixture: str | None) -> ReusePolicy | None:
-        if k is not None and policy is not None:
-            raise UserError(f"give tgt_non_granular_index ({k}) or policy ({policy.name}), not both")
-        if mixture is None:
-            if k is not None or policy is not None:
-                raise UserError("tgt_non_granular_index and policy say how a mixture's scalings are reused; name a mixture")
-            return None
-        if k is not None:
-            return non_granular(k)
-        return policy if policy is not None else exact()
-
-
-def _per_prompt(options: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    each: list[dict[str, Any]] = [{} for _ in range(count)]
-    for key, value in options.items():
-        listed = key in ("adapter", "mixture", "tgt_non_granular_index", "policy", "seed") and isinstance(value, (list, tuple))
-        if listed and len(value) != count:
-            raise UserError(f"{key} has {len(value)} entries for {count} prompts; give one per prompt, or one for all")
-        for index, own in enumerate(each):
-            own[key] = value[index] if listed else value
-    return each

@@ -48,12 +48,12 @@ class BaseModel:
         self.config = model.config
         check_supported(self.config, name)
         model.eval().requires_grad_(False)
-        self.context = _context(self.config)
+        self.context = context_of(self.config)
         if max_len is not None and max_len > self.context:
             raise UserError(f"max_len {max_len} is beyond the context of base {name!r}, {self.context} tokens")
         self.max_len = max_len or self.context
         self.notes = _fix_longrope(model, self.max_len)
-        self.targets: Mapping[str, LoRATargetModule] = _targets(model)
+        self.targets: Mapping[str, LoRATargetModule] = linear_targets(model)
         self._head = _head_of(model)
         self.routing = Routing()
 
@@ -67,14 +67,10 @@ class BaseModel:
         Raises:
             UserError: no or bad config, an architecture we do not support, missing or corrupt weights.
         """
-        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+        from transformers import AttentionInterface, AutoModelForCausalLM
 
         AttentionInterface.register(NAME, packed_attention)
-        try:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-        except (ValueError, OSError, KeyError) as error:
-            raise UserError(f"base {name!r}: {folder} has no usable config.json: {_first_line(error)}") from None
-        check_supported(config, name)
+        config = load_config(folder, name, trust_remote_code)
         bars = folder_bytes(folder) > _PROGRESS_BYTES
         try:
             with _progress_bars(bars):
@@ -176,6 +172,18 @@ def label_of(source: str, folder: Path) -> str:
     return named if named and not Path(named).is_absolute() else folder.resolve().name
 
 
+def load_config(folder: Path, name: str, trust_remote_code: bool = False) -> Any:
+    """Return transformers' config of a model folder; a UserError for one that is broken or not supported."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # transformers validates configs with several exception types of its own
+        raise UserError(f"base {name!r}: {folder} has no usable config.json: {_first_line(error)}") from None
+    check_supported(config, name)
+    return config
+
+
 def check_supported(config: Any, name: str) -> None:
     """Refuse, by name, an architecture or setting whose packed rows would not be right; a UserError says which."""
     kind = config.model_type
@@ -184,11 +192,16 @@ def check_supported(config: Any, name: str) -> None:
             f"base {name!r} is a {kind!r} model, which is not supported{nearest(kind, SUPPORTED)}. Supported: "
             f"{', '.join(SUPPORTED)}"
         )
+    if getattr(config, "use_bidirectional_attention", None):
+        raise UserError(
+            f"base {name!r} has use_bidirectional_attention={config.use_bidirectional_attention!r}: its tokens see "
+            "those after them, so it cannot continue a text one token at a time"
+        )
     for rope in _rope_types(config):
         if "dynamic" in rope:
             raise UserError(
-                f"base {name!r} uses {rope!r} RoPE scaling, whose frequencies follow the longest neighbour in the batch; "
-                "a request's tokens would depend on other requests, so it is refused"
+                f"base {name!r} uses {rope!r} RoPE scaling, whose frequencies follow the longest neighbour in the "
+                "batch; a request's tokens would depend on other requests, so it is refused"
             )
 
 
@@ -221,7 +234,8 @@ def _head_of(model: nn.Module) -> nn.Module:
     return head
 
 
-def _targets(model: nn.Module) -> dict[str, LoRATargetModule]:
+def linear_targets(model: nn.Module) -> dict[str, LoRATargetModule]:
+    """Return module path -> site of every linear module, in registration order; weights may be on the meta device."""
     from transformers.pytorch_utils import Conv1D
 
     found = {}
@@ -233,7 +247,8 @@ def _targets(model: nn.Module) -> dict[str, LoRATargetModule]:
     return found
 
 
-def _context(config: Any) -> int:
+def context_of(config: Any) -> int:
+    """Return the most tokens a sequence may have."""
     return int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 2**31)
 
 

@@ -10,7 +10,7 @@ import functools
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 
 class PackedLinear(nn.Module):

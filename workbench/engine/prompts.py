@@ -21,6 +21,17 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any | None:
         raise UserError(f"the tokenizer in {folder} does not load: {str(error).splitlines()[0][:300]}") from None
 
 
+def eos_ids(folder: Path, config: Any, tokenizer: Any | None) -> frozenset[int]:
+    """Return the tokens that end a sequence: the generation config's (else the config's) and the tokenizer's."""
+    from transformers import GenerationConfig
+
+    named = config.eos_token_id
+    if (folder / "generation_config.json").is_file():
+        named = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id or named
+    listed = named if isinstance(named, (list, tuple)) else [named]
+    return frozenset(i for i in [*listed, getattr(tokenizer, "eos_token_id", None)] if i is not None)
+
+
 class Prompts:
     """Turns what a user calls a prompt into token ids.
 
@@ -60,13 +71,6 @@ class Prompts:
             )
         return ids
 
-    def eos_ids(self, model: Any) -> frozenset[int]:
-        """Return the tokens that end a sequence: the generation config's (else the config's) and the tokenizer's."""
-        named = getattr(model.generation_config, "eos_token_id", None) or model.config.eos_token_id
-        listed = named if isinstance(named, (list, tuple)) else [named]
-        own = getattr(self.tokenizer, "eos_token_id", None)
-        return frozenset(i for i in [*listed, own] if i is not None)
-
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             if not prompt:
@@ -78,7 +82,7 @@ class Prompts:
             return list(prompt)
         if hasattr(prompt, "tolist"):
             return self._ids(prompt.tolist())
-        raise UserError(f"a prompt is text, a list of token ids or a list of chat messages, not {type(prompt).__name__}")
+        raise UserError(f"a prompt is text, token ids or a list of chat messages, not {type(prompt).__name__}")
 
     def _chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         tokenizer = self._need_tokenizer("chat messages")

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from lora_kernels.segments import BASE_SLOT
 from torch import Tensor
 
+from lora_kernels.segments import BASE_SLOT
 from workbench.engine.batch import ADAPTED, SCALING, SpanPlan
 from workbench.engine.kv import Stream
 from workbench.engine.sampling import Sampling

@@ -27,7 +27,7 @@ class Sampling:
         top_k: keep the k most likely tokens; None keeps all.
         top_p: keep the most likely tokens whose probabilities reach p, in (0, 1].
         min_p: drop tokens less likely than min_p times the most likely one, in [0, 1).
-        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output; 1 is off.
+        repetition_penalty: divides positive, multiplies negative logits of tokens seen in prompt or output; 1 is off.
         presence_penalty: subtracted from logits of tokens seen in the output.
         frequency_penalty: subtracted once per time a token was seen in the output.
         seed: fixes the noise; None takes the engine's next one (reported with the result).

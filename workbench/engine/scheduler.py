@@ -71,7 +71,10 @@ class Scheduler:
         return build_batch(plans, self.device, self.row_padding, self.reference_attention)
 
     def commit(
-        self, batch: StepBatch, chosen: dict[tuple[Request, str], tuple[int, float]], scalings: dict[Request, torch.Tensor]
+        self,
+        batch: StepBatch,
+        chosen: dict[tuple[Request, str], tuple[int, float]],
+        scalings: dict[Request, torch.Tensor],
     ) -> list[Request]:
         """Write a step's results into its requests and return those that finished.
 

@@ -59,5 +59,6 @@ class Recorder:
         if request_id in self.untraced:
             raise UserError(self.untraced[request_id])
         raise UserError(
-            f"no trace of request {request_id!r}{nearest(request_id, self.traces)}; recorded: {names(list(self.traces))}"
+            f"no trace of request {request_id!r}{nearest(request_id, self.traces)}; "
+            f"recorded: {names(list(self.traces))}"
         )

@@ -4,7 +4,8 @@
 
 h is the last hidden state after the final norm, each position by itself. Dropout is a training matter and absent.
 Checkpoints come with either naming: the xlora package's (`inner.K.*`, `last.*`; K counts ReLU and Dropout too) or
-PEFT's (`internal_xlora_classifier.layers.K.*`). A checkpoint that lost layers (PEFT 0.20 and later saves do) is refused.
+PEFT's (`internal_xlora_classifier.layers.K.*`). A checkpoint that lost layers, as saves by PEFT 0.20 and later do, is
+refused.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import re
 from collections.abc import Mapping
 
 import torch
-from lora_kernels.scalings import scalings
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - the name torch's own documentation uses
+from torch.nn import functional as F
 
+from lora_kernels.scalings import scalings
 from workbench.errors import UserError, names
 from workbench.xlora.config import XLoRAConfig
 
@@ -57,14 +58,15 @@ class Classifier:
         expected = list(zip(widths[1:], widths[:-1], strict=True))
         if len(found) != depth:
             raise UserError(
-                f"{where}: the classifier has depth {depth}, so {depth} linear layers {[list(s) for s in expected]} were "
-                f"expected, but the file holds {len(found)}: "
-                f"{[list(pair['weight'].shape) for pair in found if 'weight' in pair] or 'none'}. A save by PEFT 0.20 or "
-                "later loses classifier layers; save the mixture again with an earlier PEFT, or export the classifier"
+                f"{where}: the classifier has depth {depth}, so {depth} linear layers "
+                f"{[list(shape) for shape in expected]} were expected, but the file holds {len(found)}: "
+                f"{[list(pair['weight'].shape) for pair in found if 'weight' in pair] or 'none'}. A save by PEFT 0.20 "
+                "or later loses classifier layers; save it again with an earlier PEFT, or export the classifier"
             )
         layers = []
         for number, (pair, shape) in enumerate(zip(found, expected, strict=True), 1):
-            layers.append(_checked_layer(pair, shape, config.use_bias, f"{where}: classifier layer {number} of {depth}"))
+            which = f"{where}: classifier layer {number} of {depth}"
+            layers.append(_checked_layer(pair, shape, config.use_bias, which))
         return cls(config, layers, num_sites, num_adapters)
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Classifier:

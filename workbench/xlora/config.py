@@ -11,10 +11,11 @@ from typing import Any
 from workbench.errors import UserError, names, nearest
 
 # keys of either file that say nothing about inference here
-_NO_EFFECT = frozenset(
-    """adapters base_model_id base_model_name_or_path device stop_token_id use_trainable_adapters xlora_dropout_p
-    enable_relu_and_dropout peft_type task_type auto_mapping revision inference_mode peft_version""".split()
-)
+_NO_EFFECT = frozenset({
+    "adapters", "auto_mapping", "base_model_id", "base_model_name_or_path", "device", "enable_relu_and_dropout",
+    "inference_mode", "peft_type", "peft_version", "revision", "stop_token_id", "task_type",
+    "use_trainable_adapters", "xlora_dropout_p",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)

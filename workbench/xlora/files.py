@@ -1,6 +1,6 @@
 """Where the parts of an X-LoRA repository lie, in every layout that exists in the wild.
 
-* the xlora package's: `xlora_config.json`, `xlora_classifier.safetensors`, one folder per adapter (also one level down);
+* the xlora package's: `xlora_config.json`, `xlora_classifier.safetensors`, a folder per adapter (also one level down);
 * flat: the same, with `NAME_config.json`/`NAME_adapter_config.json` and `NAME_model.safetensors` beside each other;
 * PEFT's: `adapter_config.json` with peft_type XLORA, `adapter_model.safetensors` with the classifier, a folder each.
 
@@ -99,7 +99,7 @@ def find_mixture(folder: Path) -> MixtureFiles:
         adapters = adapters or _flat_adapters(folder)
     if not adapters:
         raise UserError(
-            f"mixture {folder}: no adapters found; expected one folder per adapter with {CONFIG_FILE} and {WEIGHTS_FILE}"
+            f"mixture {folder}: no adapters found; expected a folder for each, with {CONFIG_FILE} and {WEIGHTS_FILE}"
         )
     return MixtureFiles(folder, layout, config, config_path, classifier, adapters)
 
@@ -124,7 +124,7 @@ def _find_config(folder: Path) -> tuple[Path, dict[str, Any]]:
             return peft, config
         raise UserError(f"{folder} is a single {config.get('peft_type', 'LORA')} adapter, not an X-LoRA mixture: "
                         f"load it as an adapter, or name a folder with {XLORA_CONFIG}")
-    raise UserError(f"{folder} is no X-LoRA mixture: neither {XLORA_CONFIG} nor a PEFT {CONFIG_FILE} of type XLORA in it")
+    raise UserError(f"{folder} is no X-LoRA mixture: it has neither {XLORA_CONFIG} nor a {CONFIG_FILE} of type XLORA")
 
 
 def _adapter_folders(folder: Path) -> dict[str, tuple[Path, Path]]:
@@ -134,7 +134,8 @@ def _adapter_folders(folder: Path) -> dict[str, tuple[Path, Path]]:
         if not home.resolve().is_relative_to(folder.resolve()) and not _is_hub_snapshot(folder):
             raise UserError(f"mixture {folder}: {home.name} links to a place outside the folder; copy it in")
         if home.name in found:
-            raise UserError(f"mixture {folder}: two folders are named {home.name!r}: {found[home.name][0].parent}, {home}")
+            other = found[home.name][0].parent
+            raise UserError(f"mixture {folder}: two folders are named {home.name!r}: {other} and {home}")
         found[home.name] = (config, home / WEIGHTS_FILE)
     return found
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from lora_kernels.scalings import keep_top_k
 from torch import Tensor
 
+from lora_kernels.scalings import keep_top_k
 from workbench.adapters.model import LoRAModel, LoRATargetModule, read_tensors
 from workbench.errors import UserError
 from workbench.ordering import Ordering

@@ -31,7 +31,7 @@ class ReusePolicy(Protocol):
 
 
 @dataclass(frozen=True)
-class exact:  # noqa: N801 - reads as a value: policy=exact()
+class exact:
     """Every input gets its own scalings."""
 
     name: str = "exact"
@@ -46,7 +46,7 @@ class exact:  # noqa: N801 - reads as a value: policy=exact()
 
 
 @dataclass(frozen=True)
-class non_granular:  # noqa: N801 - reads as a value: policy=non_granular(4)
+class non_granular:
     """The prompt and the first k generated tokens get their own scalings; later inputs reuse those of the k-th.
 
     k = 0 reuses the last prompt token's. The prompt never counts, whatever its length (mistral.rs counts a one-token

@@ -1,0 +1,53 @@
+"""What a request may be asked with, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from workbench.engine.sampling import Sampling
+from workbench.errors import UserError, names, nearest
+from workbench.xlora import ReusePolicy, exact, non_granular
+
+_PER_PROMPT = ("adapter", "mixture", "tgt_non_granular_index", "policy", "seed")
+
+
+def require_loaded(name: str | None, kind: str, loaded: Iterable[str]) -> None:
+    """Raise unless `name` is None or loaded; `kind` says what it would be."""
+    if name is not None and name not in loaded:
+        raise UserError(f"no {kind} {name!r} is loaded{nearest(name, loaded)}; loaded: {names(list(loaded))}")
+
+
+def sampling_of(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
+    """Return `sampling` (greedy by default) with some fields changed; an unknown one is a UserError."""
+    known = Sampling.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            raise UserError(f"unknown setting {name!r}{nearest(name, known)}; sampling has {names(list(known), 20)}")
+    return replace(sampling or Sampling(), **options)
+
+
+def policy_of(k: int | None, policy: ReusePolicy | None, mixture: str | None) -> ReusePolicy | None:
+    """Return the reuse policy of a request: `exact` unless it says otherwise, None without a mixture."""
+    if k is not None and policy is not None:
+        raise UserError(f"give tgt_non_granular_index ({k}) or policy ({policy.name}), not both")
+    if mixture is None:
+        if k is not None or policy is not None:
+            raise UserError("tgt_non_granular_index and policy say how a mixture's scalings are reused; name a mixture")
+        return None
+    if k is not None:
+        return non_granular(k)
+    return policy if policy is not None else exact()
+
+
+def per_prompt(options: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the options of each of `count` prompts; some may be given as one value each."""
+    each: list[dict[str, Any]] = [{} for _ in range(count)]
+    for key, value in options.items():
+        listed = key in _PER_PROMPT and isinstance(value, (list, tuple))
+        if listed and len(value) != count:
+            raise UserError(f"{key} has {len(value)} entries for {count} prompts; give one per prompt, or one for all")
+        for index, own in enumerate(each):
+            own[key] = value[index] if listed else value
+    return each

@@ -1,0 +1,46 @@
+"""From what a user calls a mixture, an ordering or a base to the thing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from workbench import hub
+from workbench.adapters.model import LoRATargetModule
+from workbench.demo_base import BASE_ID as DEMO_BASE_ID
+from workbench.errors import UserError
+from workbench.ordering import Ordering
+from workbench.xlora import Mixture, find_mixture
+
+
+def named_base(mixture: str | Path, ordering: Ordering | None, options: Mapping[str, Any]) -> str:
+    """Return the base that an ordering, else a mixture's own config, names; a UserError when neither does."""
+    if ordering is not None and ordering.base_model_id:
+        named = ordering.base_model_id
+    else:
+        where = {key: options[key] for key in ("token", "offline") if key in options}
+        named = find_mixture(hub.resolve_mixture(str(mixture), **where)).base_model_id
+    if not named:
+        raise UserError(f"neither an ordering nor mixture {str(mixture)!r} names a base model; give one")
+    return hub.DEMO if named == DEMO_BASE_ID else named
+
+
+def base_setting(base: str | Path | None) -> dict[str, str]:
+    """Return the engine setting for a base that may have been left out."""
+    return {} if base is None else {"base": str(base)}
+
+
+def read_ordering(ordering: Ordering | str | Path | None) -> Ordering | None:
+    """Return an ordering given as itself, as its file, or not at all."""
+    return Ordering.read(ordering) if isinstance(ordering, (str, Path)) else ordering
+
+
+def read_mixture(
+    source: str | Path, name: str | None, targets: Mapping[str, LoRATargetModule], base: str, hidden_size: int,
+    ordering: Ordering | None, settings: dict[str, Any] | None, where: dict[str, Any],
+) -> Mixture:
+    """Read a mixture against a base's sites: see `Mixture.read`; by default it is called like its folder."""
+    files = find_mixture(hub.resolve_mixture(str(source), **where))
+    name = name or Path(str(source)).name
+    return Mixture.read(files, name, targets, base, hidden_size, ordering, **(settings or {}))
