@@ -77,7 +77,7 @@ def small_trace(tokens: tuple[str, ...] = ("Hi", " there", "\n", "!"), adapters:
     """Return a trace of a few tokens whose values count up, for tests that compare numbers."""
     sites = sites_of(layers)
     shape = (len(tokens), len(sites), adapters)
-    values = (np.arange(np.prod(shape), dtype=np.float32) / np.prod(shape)).reshape(shape)
+    values = np.linspace(0, 1, int(np.prod(shape)), endpoint=False, dtype=np.float32).reshape(shape)
     positions = np.arange(len(tokens))
     return Trace(
         values=values,

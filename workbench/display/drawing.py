@@ -17,7 +17,7 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from workbench.display.labels import keyed, layer_of, layer_runs, runs, short
+from workbench.display.labels import keyed, layer_of, layer_runs, layer_ticks, runs, short
 from workbench.display.palette import LIGHT, adapter_colour, adapter_key, contrast, mix, rgb
 from workbench.instrument.trace import Trace
 
@@ -173,6 +173,7 @@ def _strip(axes: Axes, trace: Trace, start: int, stop: int) -> None:
     """Draw who leads (colour, and a letter where it changes) above whether the scalings were computed or reused."""
     axes.set(xlim=(start - 0.5, stop - 0.5), ylim=(1, 0))
     axes.set_axis_off()
+    token_in = axes.get_window_extent().width / axes.figure.dpi / (stop - start)
     leading = trace.leading()[start:stop]
     for first, last in runs(leading):
         if leading[first] < 0:
@@ -181,7 +182,7 @@ def _strip(axes: Axes, trace: Trace, start: int, stop: int) -> None:
         axes.add_patch(Rectangle((start + first - 0.5, 0), last - first, 0.62, facecolor=colour, lw=0))
         ink = max((LIGHT.ink, "#ffffff"), key=lambda ink: contrast(ink, colour))
         key = adapter_key(int(leading[first]))
-        if (stop - start) <= 160 or last - first > (stop - start) / 60:
+        if (last - first) * token_in > 0.085 * len(key):
             x = start + (first + last) / 2 - 0.5
             axes.text(x, 0.33, key, ha="center", va="center", fontsize=6.5, color=ink, weight="bold")
     kinds = np.where(trace.source < 0, 2, np.where(trace.reused, 1, 0))[start:stop]
@@ -190,9 +191,9 @@ def _strip(axes: Axes, trace: Trace, start: int, stop: int) -> None:
 
 
 def _source_cell(axes: Axes, corner: tuple[float, float], size: tuple[float, float], kind: int) -> None:
-    """Draw a box of the source strip: solid = computed (0), hatched = reused (1), empty = none (2)."""
+    """Draw a box of the source strip: solid = computed (0), striped = reused (1), empty = none (2)."""
     face = LIGHT.muted if kind == 0 else LIGHT.page
-    hatch = "//////" if kind == 1 else None
+    hatch = "||||||" if kind == 1 else None
     axes.add_patch(Rectangle(corner, *size, facecolor=face, edgecolor=LIGHT.muted, hatch=hatch, lw=0.5))
 
 
@@ -258,12 +259,10 @@ def _site_extent(trace: Trace) -> tuple[float, float, float, float]:
 
 def _site_axes(axes: Axes, trace: Trace) -> None:
     """Label layers and tokens, and draw where the prompt ends."""
-    groups = layer_runs([layer_of(site) for site in trace.sites])
-    step = -(-len(groups) // 11)
-    middles = [(first + last - 1) / 2 for _, first, last in groups][::step]
-    texts = [str(layer) if layer is not None else "–" for layer, _, _ in groups][::step]
+    layers = [layer_of(site) for site in trace.sites]
+    middles, texts = zip(*layer_ticks(layers), strict=True)
     _ticks(axes, "y", middles, texts, 6.5, SANS)
-    axes.set_yticks([first - 0.5 for _, first, _ in groups], minor=True)
+    axes.set_yticks([first - 0.5 for _, first, _ in layer_runs(layers)], minor=True)
     axes.tick_params(axis="both", which="major", length=0, pad=2, labelsize=6.5)
     axes.tick_params(axis="y", which="minor", length=2, width=0.4)
     axes.set_ylabel("layer", fontsize=7.5, labelpad=1)

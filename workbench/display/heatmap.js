@@ -53,14 +53,10 @@ function siteCells(view, first, last, rows) {
 
 // [adapter, scaling from 0 to 1] of the one with the largest scaling at a cell; -1 where there is none
 function leaderAt(data, token, row) {
-  const { steps, above, missing } = data.codes, from = (token * data.numRows + row) * data.numAdapters;
-  let leader = -1, largest = -1;
-  for (let i = 0; i < data.numAdapters; i++) {
-    const code = data.values[from + i];
-    const value = code <= steps ? code : code === above ? steps + 1 : code === missing ? -1 : 0;
-    if (value > largest) [leader, largest] = [i, value];
-  }
-  return [leader, clamp(largest / steps, 0, 1)];
+  const cell = token * data.numRows + row, leader = data.leaders[cell];
+  if (leader === 65535) return [-1, 0];
+  const code = data.values[cell * data.numAdapters + leader], { steps, above } = data.codes;
+  return [leader, code <= steps ? code / steps : code === above ? 1 : 0];
 }
 
 function geometry(view) {
@@ -77,10 +73,11 @@ function geometry(view) {
     height: sites + rowB * rows.length + 18, shift: scroller.scrollLeft };
 }
 
-function hatch(context, colour) {
+// slanted lines say "no value", upright ones "reused"
+function hatch(context, colour, upright = false) {
   const tile = make("canvas", { width: 6, height: 6 }), brush = tile.getContext("2d");
   Object.assign(brush, { strokeStyle: colour, lineWidth: 1 });
-  brush.stroke(new Path2D("M-1 1L1 -1M-1 7L7 -1M5 7L7 5"));
+  brush.stroke(new Path2D(upright ? "M1.5 0V6M4.5 0V6" : "M-1 1L1 -1M-1 7L7 -1M5 7L7 5"));
   return context.createPattern(tile, "repeat");
 }
 
@@ -173,7 +170,7 @@ function drawPanels(view, g, context, first, last) {
 }
 
 function drawStrips(view, g, context, first, last) {
-  const { data, theme } = view, reused = hatch(context, theme.muted);
+  const { data, theme } = view, reused = hatch(context, theme.muted, true);
   for (let token = first; token < last; token++) {
     const x = token * g.cell, leader = data.leading[token];
     if (leader >= 0) {
@@ -226,5 +223,6 @@ function drawCursor(view, g, context) {
   context.strokeRect(x, g.lead - 2, width, end - g.lead + 4);
   context.strokeRect(x, g.sites - 1, width, g.bottom - g.sites + 2);
   const at = g.rows.indexOf(row);
-  if (at >= 0) context.strokeRect(g.shift + 1, g.sites + at * g.rowB - 1, g.width - g.gutter - 2, g.rowB + 2);
+  const across = Math.min(g.width - g.gutter, view.data.numTokens * g.cell - g.shift);
+  if (at >= 0) context.strokeRect(g.shift + 1, g.sites + at * g.rowB - 1, across - 2, g.rowB + 2);
 }

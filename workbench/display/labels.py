@@ -13,8 +13,12 @@ from workbench.instrument.trace import Trace
 
 TITLE = "Which adapter speaks, token by token"
 EMPTY = "▫"  # a token that adds no text of its own: part of a character
-NEWLINE = "⏎"
-TAB = "⇥"
+NEWLINE = "↵"
+TAB = "→"
+CONTROLS = (
+    *("NUL", "SOH", "STX", "ETX", "EOT", "ENQ", "ACK", "BEL", "BS", "HT", "LF", "VT", "FF", "CR", "SO", "SI"),
+    *("DLE", "DC1", "DC2", "DC3", "DC4", "NAK", "SYN", "ETB", "CAN", "EM", "SUB", "ESC", "FS", "GS", "RS", "US"),
+)
 FACTS = {
     "base": "Base",
     "mixture": "Mixture",
@@ -42,14 +46,13 @@ def _visible_char(char: str) -> str:
         return NEWLINE + "\n"
     if char == "\t":
         return TAB + "\t"
-    if char == "\x7f":
-        return "␡"
+    # names, because few fonts have the control pictures
     if ord(char) < 0x20:
-        return chr(0x2400 + ord(char))
+        return f"‹{CONTROLS[ord(char)]}›"
     # format characters are invisible or turn the text around; combining ones that make emoji must stay
     category = unicodedata.category(char)
     if category in ("Cc", "Cs", "Co", "Cn", "Zl", "Zp") or (category == "Cf" and char != "\u200d"):
-        return f"⟨{ord(char):04X}⟩"
+        return f"‹U+{ord(char):04X}›"
     return "␣" if category == "Zs" and char != " " else char
 
 
@@ -68,6 +71,16 @@ def layer_runs(layers: Sequence[int | None]) -> list[tuple[int | None, int, int]
         else:
             runs.append((layer, index, index + 1))
     return runs
+
+
+def layer_ticks(layers: Sequence[int | None], most: int = 12) -> list[tuple[float, str]]:
+    """Return `(row, label)` for the middles of layers, so few that at most `most` labels fill the axis."""
+    ticks: list[tuple[float, str]] = []
+    for layer, start, stop in layer_runs(layers):
+        middle = (start + stop - 1) / 2
+        if not ticks or middle - ticks[-1][0] >= len(layers) / most:
+            ticks.append((middle, "-" if layer is None else str(layer)))
+    return ticks
 
 
 def facts(trace: Trace) -> list[tuple[str, str]]:

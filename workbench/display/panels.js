@@ -27,6 +27,7 @@ function readModel(model) {
   const plain = ["title", "facts", "note", "notes", "shape", "codes", "adapters", "keys", "colours", "themes", "tokens",
     "labels", "rows", "generated", "positions", "source", "draft", "time_s", "shares"];
   for (const name of plain) data[name] = model.get(name);
+  data.leaders = new Uint16Array(bytes("leaders").buffer);
   const at = new Uint32Array(bytes("outlier_at").buffer);
   const exact = new Float32Array(bytes("outlier_value").buffer);
   at.forEach((index, i) => data.outliers.set(index, exact[i]));
@@ -127,8 +128,9 @@ function textPanel(view) {
       class: `lw-token lw-${kind}`, role: "option", tabindex: token ? "-1" : "0",
       "data-token": token, "data-key": changed && leader >= 0 && data.numAdapters > 1 ? data.keys[leader] : undefined,
       style: leader < 0 ? undefined : `--lw-c:${data.colours[leader]};--lw-o:${data.lead[token].toFixed(3)}`,
-    }, text);
-    box.append(span);
+    }, text.endsWith("\n") ? text.slice(0, -1) : text);
+    // a newline inside would stretch the token's outline onto the next line
+    box.append(span, text.endsWith("\n") ? "\n" : "");
     return span;
   });
   const tokenOf = (event) => event.target.closest?.("[data-token]")?.dataset.token;

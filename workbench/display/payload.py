@@ -15,9 +15,10 @@ from workbench.instrument.trace import Trace, nan_mean
 
 STEPS = 250  # one step is 0.004, so a shown value is within 0.002 of the recorded one
 BELOW, ABOVE, MISSING = 253, 254, 255
+MISSING_LEADER = 65535
 MAX_VALUE_BYTES = 8_000_000
 MAX_OUTLIERS = 100_000
-BINARY = ("values", "means", "outlier_at", "outlier_value")
+BINARY = ("values", "leaders", "means", "outlier_at", "outlier_value")
 
 
 def state(trace: Trace, title: str) -> dict[str, Any]:
@@ -49,6 +50,7 @@ def state(trace: Trace, title: str) -> dict[str, Any]:
         "time_s": np.round(trace.time_s, 3).tolist(),
         "shares": _shares(trace),
         "values": quantised(values).tobytes(),
+        "leaders": leaders(values).tobytes(),
         "means": trace.token_means().astype("<f4").tobytes(),
         "outlier_at": outliers.astype("<u4").tobytes(),
         "outlier_value": values.reshape(-1)[outliers].astype("<f4").tobytes(),
@@ -62,6 +64,16 @@ def quantised(values: np.ndarray) -> np.ndarray:
     codes[values > 1] = ABOVE
     codes[np.isnan(values)] = MISSING
     return codes
+
+
+def leaders(values: np.ndarray) -> np.ndarray:
+    """Return `[token, row]` uint16: the adapter with the largest scaling, MISSING_LEADER where there is none.
+
+    Sent beside the codes, because values that round to one code would tie.
+    """
+    missing = np.isnan(values)
+    best = np.where(missing, -np.inf, values).argmax(2).astype("<u2")
+    return np.where(missing.all(2), np.uint16(MISSING_LEADER), best).astype("<u2")
 
 
 def pooled(trace: Trace, max_bytes: int = MAX_VALUE_BYTES) -> tuple[np.ndarray, dict[str, list], list[str]]:

@@ -52,7 +52,8 @@ function scaleBar(view) {
   const { data } = view;
   const bar = make("span", { class: "lw-scale-bar" });
   view.paintScale = () => { bar.style.background = `linear-gradient(90deg, ${view.theme.scale.join(",")})`; };
-  const marks = make("span", {}, make("span", { class: "lw-nan" }), " no value");
+  const marks = make("span", {}, make("span", { class: "lw-nan" }), " no value", make("span", { class: "lw-solid" }), " computed",
+    make("span", { class: "lw-striped" }), " reused");
   if (data.outliers.size) marks.append(make("span", { class: "lw-above" }, " ▲ "), "above 1", make("span", { class: "lw-below" }, " ▼ "), "below 0");
   return make("div", { class: "lw-scale" }, make("span", {}, "0"), bar, make("span", {}, "1.0"), marks, make("p", {}, [data.note, ...data.notes].join(" ")));
 }
