@@ -238,7 +238,9 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Run one forward and return the requests that finished in it."""
+        """Run one forward and return the requests that finished in it; nothing to run is no error."""
+        if not self.scheduler.has_work():
+            return []
         batch = self.scheduler.next_batch()
         hidden = self.model.hidden(batch)
         scalings = self._classify(hidden, batch)
