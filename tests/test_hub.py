@@ -26,7 +26,7 @@ class FakeHub:
         self.repos: dict[str, dict[str, bytes]] = {}
         self.status: dict[str, tuple[int, str]] = {}
         self.seen: list[str] = []
-        self.tokens: set[str] = set()
+        self.tokens: set[tuple[str, str]] = set()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -50,7 +50,7 @@ class FakeHub:
         path = request.path.split("?")[0].strip("/")
         if path:
             self.seen.append(path)
-        self.tokens.add(request.headers.get("Authorization", ""))
+            self.tokens.add((path.split("/")[0], request.headers.get("Authorization", "")))
         parts = path.removeprefix("api/models/").split("/")
         repo = "/".join(parts[:2])
         if not path:
@@ -116,7 +116,7 @@ def test_base_is_downloaded_once_then_found_offline(fake, tiny):
     assert {path.name for path in folder.iterdir()} == {path.name for path in (tiny / "base").iterdir()}
     assert (folder / "model.safetensors").read_bytes() == (tiny / "base" / "model.safetensors").read_bytes()
     assert not any(path.endswith((".bin", "onnx/model.safetensors")) for path in fake.seen)
-    assert f"Bearer {TOKEN}" in fake.tokens
+    assert fake.tokens == {("api", f"Bearer {TOKEN}"), ("org", f"Bearer {TOKEN}")}
     fake.seen.clear()
     assert resolve_base("org/tiny") == folder
     assert resolve_base("org/tiny", offline=True) == folder
@@ -149,11 +149,29 @@ def test_interrupted_download_is_completed(fake, tiny):
     fake.add("org/tiny", tiny / "base")
     folder = resolve_base("org/tiny", progress=False)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(
-        UserError, match="offline mode is on; the cached copy is not usable: a download was interrupted"
-    ):
+    with pytest.raises(UserError, match="offline mode is on; the cached copy is not usable: files are missing from it"):
         resolve_base("org/tiny", offline=True)
     assert (resolve_base("org/tiny", progress=False) / "tokenizer.json").is_file()
+
+
+def test_part_of_a_snapshot_is_not_taken_for_the_whole(fake, tiny, tmp_path):
+    fake.add("org/tiny", tiny / "base")
+    # caches of older libraries do not say what a complete snapshot holds
+    cached = tmp_path / "cache" / "models--org--tiny"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(SHA)
+    (cached / "snapshots" / SHA).mkdir(parents=True)
+    shutil.copy(tiny / "base" / "config.json", cached / "snapshots" / SHA)
+    assert resolve_config("org/tiny", offline=True).name == SHA
+    with pytest.raises(UserError, match="the cached copy is not usable: .* has no weights"):
+        resolve_base("org/tiny", offline=True)
+    assert (resolve_base("org/tiny", progress=False) / "model.safetensors").is_file()
+
+
+def test_repository_without_weights_is_refused(fake, tiny):
+    fake.repos["org/empty"] = {"config.json": (tiny / "base" / "config.json").read_bytes(), "README.md": b"#"}
+    with pytest.raises(UserError, match="has no weights: expected 'model.safetensors'"):
+        resolve_base("org/empty", progress=False)
 
 
 def test_pickled_weights_are_refused_before_download(fake, tiny):
@@ -226,6 +244,13 @@ def test_silent_hub_fails_within_seconds(online):
         with pytest.raises(UserError, match="did not answer within"):
             resolve_adapter("org/adapter")
         assert time.monotonic() - started < 3
+
+
+def test_name_server_that_never_answers_has_a_deadline(monkeypatch):
+    monkeypatch.setattr(snapshot, "_probe", lambda *given: time.sleep(20))
+    started = time.monotonic()
+    assert "did not answer" in snapshot.unreachable("http://127.0.0.1:9", 0.1)
+    assert time.monotonic() - started < 5
 
 
 def test_offline_names_the_way_out(online):

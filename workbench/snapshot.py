@@ -127,7 +127,7 @@ def _from_cache(repo: Repo) -> tuple[Path | None, str | None]:
     except UserError as error:
         return folder, str(error)
     except LocalEntryNotFoundError as error:
-        return None, "a download was interrupted" if getattr(error, "snapshot_path", None) else None
+        return None, "files are missing from it" if getattr(error, "snapshot_path", None) else None
     return folder, None
 
 
