@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "AdapterConfig": "workbench.adapters",
     "Completion": "workbench.engine",
     "Engine": "workbench.engine",
     "EngineConfig": "workbench.config",
-    "LoRAConfig": "workbench.adapters",
     "LoRAModel": "workbench.adapters",
     "Mixture": "workbench.xlora",
     "Ordering": "workbench.ordering",
@@ -26,10 +26,10 @@ _HOME = {
     "show": "workbench.display",
 }
 __all__ = [
+    "AdapterConfig",
     "Completion",
     "Engine",
     "EngineConfig",
-    "LoRAConfig",
     "LoRAModel",
     "Mixture",
     "Ordering",
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from workbench.adapters import LoRAConfig, LoRAModel
+    from workbench.adapters import AdapterConfig, LoRAModel
     from workbench.config import EngineConfig
     from workbench.display import show
     from workbench.engine import Completion, Engine, Sampling

@@ -48,7 +48,7 @@ _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "true", "false")
 
 
 @dataclass(frozen=True)
-class LoRAConfig:
+class AdapterConfig:
     """The fields of an adapter's config that decide its numbers.
 
     Attributes:
@@ -70,7 +70,7 @@ class LoRAConfig:
     base_model_name_or_path: str | None = None
 
     @classmethod
-    def read(cls, path: Path) -> LoRAConfig:
+    def read(cls, path: Path) -> AdapterConfig:
         """Read an `adapter_config.json`.
 
         Raises:
@@ -79,7 +79,7 @@ class LoRAConfig:
         return cls.from_dict(read_object(path, "adapter config"), str(path))
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any], where: str) -> LoRAConfig:
+    def from_dict(cls, given: Mapping[str, Any], where: str) -> AdapterConfig:
         """Check and convert the JSON object of an adapter config; `where` names it in errors."""
         _refuse_unsupported(given, where)
         rank, alpha = given.get("r", 8), given.get("lora_alpha", 8)

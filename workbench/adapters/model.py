@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from workbench.adapters.config import LoRAConfig
+from workbench.adapters.config import AdapterConfig
 from workbench.errors import UserError, names, nearest
 
 _TENSOR = re.compile(r"^(?P<path>.+)\.lora_(?P<factor>[AB])(?:\.[^.]+)?\.weight$")
@@ -49,7 +49,7 @@ class LoRAModel:
     """
 
     name: str
-    config: LoRAConfig
+    config: AdapterConfig
     a: Mapping[str, Tensor]
     b: Mapping[str, Tensor]
     content_hash: str
@@ -66,7 +66,7 @@ class LoRAModel:
     @classmethod
     def from_files(cls, config_path: Path, weights_path: Path, name: str) -> LoRAModel:
         """Read an adapter whose two files have other names than PEFT's."""
-        config = LoRAConfig.read(config_path)
+        config = AdapterConfig.read(config_path)
         tensors = read_tensors(weights_path, f"adapter {name!r}")
         pairs = _factor_pairs(tensors, name)
         a: dict[str, Tensor] = {}
@@ -177,7 +177,7 @@ def _factor_pairs(tensors: Mapping[str, Tensor], name: str) -> dict[str, tuple[T
     return {site: (factors["A"], factors["B"]) for site, factors in halves.items()}
 
 
-def _true_rank(name: str, site: str, down: Tensor, up: Tensor, config: LoRAConfig) -> int:
+def _true_rank(name: str, site: str, down: Tensor, up: Tensor, config: AdapterConfig) -> int:
     rank = down.shape[0]
     if rank != up.shape[1] or rank < 1:
         raise UserError(
