@@ -113,7 +113,7 @@ def description(trace: Trace, title: str) -> str:
     leading, spans = trace.leading(), []
     for start, stop in runs(leading):
         if leading[start] >= 0 and len(spans) < 12:
-            spans.append(f"tokens {start}–{stop - 1} {trace.adapters[leading[start]]}")
+            spans.append(f"tokens {start}-{stop - 1} {trace.adapters[leading[start]]}")
     return (
         f"{title}. Heatmaps of the scalings of {len(trace.adapters)} adapters over {trace.num_tokens} tokens and "
         f"{len(trace.sites)} sites. Mean share: {shares}. Leading adapter: {'; '.join(spans) or 'none'}."

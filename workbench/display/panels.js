@@ -207,7 +207,7 @@ function controls(view) {
   const bar = make("div", { class: "lw-controls" }, choice(view, "Sites show", "adapter", [{ value: LEADER, text: "who leads" }, ...adapters]));
   if (kinds.length > 1) bar.append(choice(view, "of", "site_group", [{ value: "", text: "all sites" }, ...kinds.map((kind) => ({ value: kind, text: kind }))]));
   const zoom = make("input", { type: "range", min: "0", max: "1", step: "0.01", value: "0", "aria-label": "Width of a token",
-    oninput: (event) => { view.zoom = Number(event.target.value); view.draw(); view.reveal(); } });
+    oninput: (event) => { view.zoom = Number(event.target.value); view.drawNow(); view.reveal(); } });
   bar.append(make("label", { class: "lw-choice" }, "zoom ", zoom));
   return bar;
 }

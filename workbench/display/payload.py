@@ -101,7 +101,7 @@ def _group_label(group: list[int | None], num_sites: int) -> str:
     numbers = [layer for layer in group if layer is not None]
     where = "outside the layers" if not numbers else f"layer {numbers[0]}"
     if len(numbers) > 1:
-        where = f"layers {numbers[0]}–{numbers[-1]}"
+        where = f"layers {numbers[0]}-{numbers[-1]}"
     return f"{where} (mean of {num_sites} sites)"
 
 

@@ -64,7 +64,8 @@ function createView(model, data) {
   view.hovered = null;
   view.current = () => view.hovered ?? view.cursor;
   let waiting = 0, marked = null;
-  view.draw = () => { waiting ||= requestAnimationFrame(() => { waiting = 0; view.guard(() => draw(view)); }); };
+  view.drawNow = () => view.guard(() => draw(view));
+  view.draw = () => { waiting ||= requestAnimationFrame(() => { waiting = 0; view.drawNow(); }); };
   const refresh = () => {
     marked?.classList.remove("lw-current");
     marked = view.spans[view.current().token];
