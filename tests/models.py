@@ -7,7 +7,6 @@ default (soft caps, multipliers, windows, partial rotary, biases, tied heads) ha
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,15 +129,19 @@ class Adapter:
         for site in lora_sites(model, self.targets):
             layer = model.get_submodule(site)
             wide_in, wide_out = layer.weight.shape if not isinstance(layer, nn.Linear) else layer.weight.shape[::-1]
-            rank = self._value(site, "rank_pattern", self.rank)
-            scale = self._value(site, "alpha_pattern", self.alpha) / rank
-            if self.config.get("use_rslora"):
-                scale *= math.sqrt(rank)
+            rank, scale = self.rank_at(site), self.scale_at(site)
             down = torch.randn(rank, wide_in, generator=generator) * wide_in**-0.5
             up = torch.randn(wide_out, rank, generator=generator) * rank**-0.5 / (3 * scale)
             tensors[f"base_model.model.{site}.lora_A.weight"] = down.to(self.dtype)
             tensors[f"base_model.model.{site}.lora_B.weight"] = up.to(self.dtype)
         return tensors
+
+    def rank_at(self, site: str) -> int:
+        return int(self._value(site, "rank_pattern", self.rank))
+
+    def scale_at(self, site: str) -> float:
+        rank = self.rank_at(site)
+        return self._value(site, "alpha_pattern", self.alpha) / (rank**0.5 if self.config.get("use_rslora") else rank)
 
     def _value(self, site: str, pattern: str, default: float) -> float:
         values = self.config.get(pattern, {})
@@ -174,16 +177,22 @@ class MixtureSpec:
         return [name for name, _ in model.named_modules() if name in touched]
 
     def layers(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-        """Return weight and bias of each classifier layer; its logits have a standard deviation near 2."""
+        """Return weight and bias of each classifier layer; its logits have a standard deviation near 2.
+
+        Without a softmax they are the weights themselves, and near 0.5: deltas of many times the base's size would
+        make rounding visible, PEFT's first.
+        """
         generator = torch.Generator().manual_seed(2000 + self.seed)
         depth, size = self.settings.get("xlora_depth", 1), self.settings.get("xlora_size", 2048)
         out = len(self.adapters) * (len(self.sites(model)) if self.settings.get("layerwise_scalings") else 1)
         hidden = model.config.hidden_size
         widths = [hidden, *[size] * (depth - 1), out]
-        return [
-            (torch.randn(o, i, generator=generator) * 2 * i**-0.5, torch.randn(o, generator=generator))
-            for i, o in zip(widths[:-1], widths[1:], strict=True)
-        ]
+        made = []
+        for number, (i, o) in enumerate(zip(widths[:-1], widths[1:], strict=True), 1):
+            gain = 0.3 if number == depth and not self.settings.get("enable_softmax", True) else 1.0
+            weight = torch.randn(o, i, generator=generator) * 2 * gain * i**-0.5
+            made.append((weight, gain * torch.randn(o, generator=generator)))
+        return made
 
     def json(self, model: nn.Module) -> dict[str, Any]:
         """Return its `xlora_config.json`."""
@@ -221,6 +230,52 @@ def _named(stems: Sequence[str], layers: Sequence[tuple[Tensor, Tensor | None]])
         for kind, tensor in zip(("weight", "bias"), layer, strict=True)
         if tensor is not None
     }
+
+
+@torch.no_grad()
+def by_definition(model: nn.Module, spec: MixtureSpec, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return logits `[token, vocab]` and scalings `[token, site, adapter]` of X-LoRA, written down once more.
+
+    Two whole forwards of transformers' own model; hooks add the deltas. Knows softmax, top-k, the scaling pass's value
+    and the global weight; dropout is off.
+    """
+    settings, sites = spec.settings, spec.sites(model)
+    factors = {name: (adapter, adapter.factors(model)) for name, adapter in spec.adapters.items()}
+
+    def run(weights: Tensor):
+        def add(site: str, index: int):
+            def hook(_, inputs, output):
+                for column, (adapter, tensors) in enumerate(factors.values()):
+                    if f"base_model.model.{site}.lora_A.weight" in tensors:
+                        down, up = (tensors[f"base_model.model.{site}.lora_{half}.weight"].float() for half in "AB")
+                        delta = inputs[0] @ down.T @ up.T * adapter.scale_at(site)
+                        output = (
+                            output + settings.get("global_scaling_weight", 1) * weights[:, index, column, None] * delta
+                        )
+                return output
+
+            return model.get_submodule(site).register_forward_hook(hook)
+
+        handles = [add(site, index) for index, site in enumerate(sites)]
+        try:
+            return model(input_ids=torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    value = settings.get("scaling_pass_value", 0.0)
+    n = len(spec.adapters)
+    constant = torch.full((len(ids), len(sites), n), 1 / n if value is None else value)
+    hidden = run(constant).hidden_states[-1][0]
+    for number, (weight, bias) in enumerate(spec.layers(model)):
+        hidden = (hidden.relu() if number else hidden) @ weight.T + bias
+    scalings = hidden.reshape(len(ids), -1, n).expand(-1, len(sites), -1)
+    if settings.get("enable_softmax", True):
+        scalings = torch.softmax(scalings / settings.get("softmax_temperature", 1.0), dim=-1)
+    if settings.get("top_k_lora"):
+        kth = scalings.sort(dim=-1, descending=True).values[..., settings["top_k_lora"] - 1, None]
+        scalings = scalings * (scalings >= kth)
+    return run(scalings).logits[0], scalings
 
 
 class Probe:
