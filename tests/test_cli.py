@@ -108,8 +108,8 @@ def test_text_is_streamed_and_json_says_the_same(run, tiny):
 def test_the_base_may_be_left_out_when_the_ordering_names_it(run, copy, monkeypatch):
     monkeypatch.chdir(copy.parent)
     rewrite(copy / "ordering.json", base_model_id="./copy/base")
-    code, out, _ = run("generate", "--mixture", copy / "xlora", "--ordering", copy / "ordering.json", "--prompt-ids", "5",
-                       "--max-tokens", 2, "--json")
+    code, out, _ = run("generate", "--mixture", copy / "xlora", "--ordering", copy / "ordering.json", "--prompt-ids",
+                       "5", "--max-tokens", 2, "--json")
     assert code == 0 and json.loads(out)["token_ids"] == [56, 56]
 
 
@@ -270,7 +270,8 @@ def test_inspect_says_what_is_there_and_what_is_wrong(run, copy):
 def test_ordering_make_writes_what_check_accepts(run, tiny, tmp_path):
     file = tmp_path / "made.json"
     code, _, _ = run("ordering", "make", "--base", tiny / "base", "--adapters", "adapter_1..adapter_3",
-                     "--target-modules", "q_proj,k_proj,v_proj,o_proj,gate_proj", "--base-id", "tiny-mistral", "--out", file)
+                     "--target-modules", "q_proj,k_proj,v_proj,o_proj,gate_proj", "--base-id", "tiny-mistral",
+                     "--out", file)
     assert code == 0
     assert json.loads(file.read_text()) == json.loads((tiny / "ordering.json").read_text())
     code, out, _ = run("ordering", "check", file, "--mixture", tiny / "xlora", "--base", tiny / "base")
