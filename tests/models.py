@@ -233,11 +233,13 @@ def _named(stems: Sequence[str], layers: Sequence[tuple[Tensor, Tensor | None]])
 
 
 @torch.no_grad()
-def by_definition(model: nn.Module, spec: MixtureSpec, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+def by_definition(
+    model: nn.Module, spec: MixtureSpec, ids: Sequence[int], forced: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return logits `[token, vocab]` and scalings `[token, site, adapter]` of X-LoRA, written down once more.
 
     Two whole forwards of transformers' own model; hooks add the deltas. Knows softmax, top-k, the scaling pass's value
-    and the global weight; dropout is off.
+    and the global weight; dropout is off. `forced` scalings take the classifier's place.
     """
     settings, sites = spec.settings, spec.sites(model)
     factors = {name: (adapter, adapter.factors(model)) for name, adapter in spec.adapters.items()}
@@ -275,7 +277,7 @@ def by_definition(model: nn.Module, spec: MixtureSpec, ids: Sequence[int]) -> tu
     if settings.get("top_k_lora"):
         kth = scalings.sort(dim=-1, descending=True).values[..., settings["top_k_lora"] - 1, None]
         scalings = scalings * (scalings >= kth)
-    return run(scalings).logits[0], scalings
+    return run(scalings if forced is None else forced).logits[0], scalings
 
 
 class Probe:
@@ -294,9 +296,13 @@ class Probe:
         self.logits: dict[tuple[str, str, int], Tensor] = {}
         self.hidden: dict[tuple[str, str, int], Tensor] = {}
         self.batches: list[list[tuple[str, str, int, int]]] = []
-        self._forced = forced or {}
+        self._engine, self._forced = engine, forced or {}
         self._inner_hidden, self._inner_choose = engine.model.hidden, engine._choose
         engine.model.hidden, engine._choose = self._watch_hidden, self._watch_choose
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._engine.model.hidden, self._engine._choose = self._inner_hidden, self._inner_choose
 
     def decoded(self, request_id: str, first: int, count: int, kind: str = ADAPTED) -> Tensor:
         """Return logits `[count, vocab]` of the rows from position `first`."""
