@@ -44,6 +44,8 @@ def sgmv(y: Tensor, x: Tensor, a: Tensor, b: Tensor, segments: tuple[Segment, ..
     check_segments("sgmv", segments, x.shape[0])
     for start, stop, slot in segments:
         first, last = spans.get(slot, (0, 0))
+        if not 0 <= first <= last <= a.shape[0]:
+            raise ValueError(f"sgmv: slot {slot} spans rank rows {first} to {last}, but a has {a.shape[0]}")
         if first < last:
             shrunk = x[start:stop] @ a[first:last].T  # [row, rank]
             y[start:stop].addmm_(shrunk, b[first:last])
