@@ -41,7 +41,7 @@ CONTRASTS = """() => {
     const channels = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
     return '#' + channels.map((channel) => channel.toString(16).padStart(2, '0')).join('');
   };
-  const texts = '.lw-token, .lw-facts dt, .lw-marks, .lw-status, .lw-scale p, .lw-part';
+  const texts = '.lw-token, .lw-fact, .lw-marks, .lw-status, .lw-scale p, .lw-part';
   return [...document.querySelectorAll(texts)].map((node) => {
     const chain = [];
     for (let at = node; at; at = at.parentElement) chain.unshift(getComputedStyle(at).backgroundColor);
@@ -56,6 +56,7 @@ KEYS = "nodes => nodes.map((node) => [Number(node.dataset.token), node.dataset.k
 UNDERLINES = "nodes => nodes.map((node) => getComputedStyle(node).borderBottomStyle)"
 WHOLE_TEXT = """box => [...box.childNodes].filter((node) => node.className !== 'lw-part')
   .map((node) => node.textContent).join('')"""
+BOXES = "nodes => nodes.map((node) => Object.values(node.getBoundingClientRect().toJSON()))"
 ISOLATION = "node => [node.tagName, getComputedStyle(node).unicodeBidi]"
 
 
@@ -230,9 +231,9 @@ def test_cells_have_the_colour_of_their_value_on_the_fixed_scale(open_page, demo
 def test_the_picked_projection_is_the_one_that_is_drawn(open_page, demo: Path, trace: Trace) -> None:
     page = open_page(demo)
     page.locator(".lw-choice label", has_text="C spanish").click()
-    page.locator(".lw-choice label", has_text="v_proj").click()
+    page.locator(".lw-choice label", has_text="gate_proj").click()
     settle(page)
-    sites = [site for site in trace.sites if site.endswith("v_proj")]
+    sites = [site for site in trace.sites if site.endswith("gate_proj")]
     x, y = cell(page, 50, 17, num_sites=len(sites))
     page.locator(".lw canvas").hover(position={"x": x, "y": y})
     value = trace.values[50, trace.sites.index(sites[17]), 2]
@@ -373,3 +374,32 @@ def test_a_view_that_fails_says_so_and_keeps_the_picture(browser, demo: Path, tm
     assert "could not be drawn" in page.locator(".lw-error").inner_text()
     assert page.locator("img").is_visible()
     page.close()
+
+
+JUPYTER_CSS = """
+.jp-RenderedHTMLCommon dl dt { float: left; width: 20%; } .jp-RenderedHTMLCommon dl dd { float: left; width: 70%; }
+.jp-RenderedHTMLCommon table { margin-left: auto; table-layout: fixed; border: 5px solid red; font-size: 30px; }
+.jp-RenderedHTMLCommon thead { border-bottom: 5px solid red; }
+.jp-RenderedHTMLCommon tbody tr:nth-child(odd) { background: red; }
+.jp-RenderedHTMLCommon tbody tr:hover { background: red; }
+.jp-RenderedHTMLCommon :is(td, th, tr) { text-align: left; vertical-align: top; padding: 40px; line-height: 3; }
+"""
+
+
+def test_the_styles_of_jupyters_output_cells_do_not_change_it(open_page, trace: Trace, tmp_path) -> None:
+    fragment = show(trace).html
+    sizes = []
+    for name, css in (("plain", ""), ("jupyter", JUPYTER_CSS)):
+        path = tmp_path / f"{name}.html"
+        body = f"<style>{css}</style><body class=jp-RenderedHTMLCommon>{fragment}</body>"
+        path.write_text(f"<!doctype html><meta charset=utf-8>{body}", encoding="utf-8")
+        page = open_page(path)
+        page.locator(".lw-shares tbody tr").nth(1).hover()
+        parts = page.locator(".lw-facts > span, .lw-shares th, .lw-shares td, .lw-readout, .lw-map")
+        sizes.append(parts.evaluate_all(BOXES))
+        red = page.locator(".lw-shares, .lw-shares *").evaluate_all(
+            "nodes => nodes.filter((node) => JSON.stringify([getComputedStyle(node).backgroundColor,"
+            " getComputedStyle(node).border]).includes('rgb(255, 0, 0)')).length"
+        )
+        assert red == 0
+    assert sizes[0] == sizes[1]

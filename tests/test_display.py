@@ -23,7 +23,7 @@ from workbench.instrument.trace import Trace
 
 pytestmark = pytest.mark.filterwarnings("error")
 HOSTILE = (
-    *("<script>alert(1)</script>", "</script>", " \x1b[31mred", "$\\frac{", "שלום"),
+    *("<script>alert(1)</script>", "</script>", " \x1b[31mred", "$\\frac{$", "שלום"),
     *("\u202eevil", "漢字👩\u200d👧", "\t\n", "", "&amp;"),
 )
 
@@ -228,7 +228,7 @@ def test_missing_values_lie_over_a_hatch_and_outliers_are_marked(trace: Trace) -
 def test_token_text_is_drawn_literally_and_without_warnings() -> None:
     figure = figures.overview(small_trace(HOSTILE, adapters=3), title="$x$ <b> \x1b")
     text = all_text(figure)
-    assert "$\\frac{" in text and any("$x$" in one for one in text)
+    assert "$\\frac{$" in text and any("$x$" in one for one in text)
 
 
 def test_the_users_settings_do_not_change_the_figure(trace: Trace) -> None:

@@ -63,7 +63,7 @@ function geometry(view) {
   const { data, scroller } = view;
   const width = scroller.clientWidth, gutter = width < 560 ? 78 : 112, plot = width - gutter;
   const fit = clamp(plot / data.numTokens, plot / 16000, 40), widest = Math.max(fit, 28);
-  view.zoom ??= fit < 5 ? Math.log(5 / fit) / Math.log(widest / fit) : 0;
+  view.zoom ??= fit < 3 ? Math.log(5 / fit) / Math.log(widest / fit) : 0;
   const cell = fit * (widest / fit) ** view.zoom, labelled = cell >= 10;
   const kind = view.site_group;
   const rows = [...Array(data.numRows).keys()].filter((row) => !kind || data.rows.kinds[row] === kind);

@@ -86,8 +86,8 @@ function isDark(model) {
 }
 
 function header(data) {
-  const facts = make("dl", { class: "lw-facts" });
-  for (const [name, value] of data.facts) facts.append(make("div", {}, make("dt", {}, name), make("dd", {}, make("bdi", {}, value))));
+  const facts = make("div", { class: "lw-facts" });
+  for (const [name, value] of data.facts) facts.append(make("span", {}, make("span", { class: "lw-fact" }, name), " ", make("bdi", {}, value)));
   return make("div", { class: "lw-head" }, make("div", { class: "lw-title", role: "heading", "aria-level": "2" }, data.title), facts);
 }
 
