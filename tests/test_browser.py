@@ -30,10 +30,8 @@ PIXEL = """([x, y]) => {
   copy.drawImage(document.querySelector('.lw canvas'), -x * devicePixelRatio, -y * devicePixelRatio);
   return [...copy.getImageData(0, 0, 1, 1).data].slice(0, 3);
 }"""
-PLACE = """() => {
-  const map = document.querySelector('.lw-map'), all = map.firstChild;
-  return { shown: map.clientWidth, all: all.offsetWidth, left: map.scrollLeft, height: all.offsetHeight };
-}"""
+PLACE = """map => ({ shown: map.clientWidth, left: map.scrollLeft,
+  all: map.firstChild.offsetWidth, height: map.firstChild.offsetHeight })"""
 CONTRASTS = """() => {
   const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
   const paint = (colour) => { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); };
@@ -57,6 +55,8 @@ UNDERLINES = "nodes => nodes.map((node) => getComputedStyle(node).borderBottomSt
 WHOLE_TEXT = """box => [...box.childNodes].filter((node) => node.className !== 'lw-part')
   .map((node) => node.textContent).join('')"""
 BOXES = "nodes => nodes.map((node) => Object.values(node.getBoundingClientRect().toJSON()))"
+IS_RED = """nodes => nodes.map((node) => getComputedStyle(node))
+  .filter((style) => (style.backgroundColor + style.border).includes('rgb(255, 0, 0)')).length"""
 ISOLATION = "node => [node.tagName, getComputedStyle(node).unicodeBidi]"
 
 
@@ -136,7 +136,7 @@ def pixel(page, x: float, y: float) -> list[int]:
 
 def cell(page, token: int, site: int | None = None, adapter: int | None = None, num_sites: int = 150) -> tuple:
     """Return the middle of a cell in css pixels of the canvas, from the marks the page itself draws."""
-    box = page.evaluate(PLACE)
+    box = page.locator(".lw-map").evaluate(PLACE)
     gutter = 112 if box["shown"] >= 560 else 78
     tokens = page.locator("[data-token]").count()
     width = (box["all"] - gutter) / tokens
@@ -204,8 +204,7 @@ def test_pointing_at_a_cell_reads_out_site_token_and_adapter(open_page, demo: Pa
     assert page.locator(".lw-tip").inner_text() == shown
     x, y = cell(page, token, adapter=2)
     canvas.hover(position={"x": x, "y": y})
-    mean = trace.token_means()[token, 2]
-    assert page.locator(".lw-tip").inner_text() == f"spanish, mean {mean:.3f}"
+    assert page.locator(".lw-tip").inner_text() == f"spanish, mean {trace.token_means()[token, 2]:.3f}"
     page.mouse.move(1, 1)
     assert page.locator(".lw-tip").is_hidden()
 
@@ -232,8 +231,8 @@ def test_the_picked_projection_is_the_one_that_is_drawn(open_page, demo: Path, t
     page = open_page(demo)
     page.locator(".lw-choice label", has_text="C spanish").click()
     page.locator(".lw-choice label", has_text="gate_proj").click()
-    settle(page)
     sites = [site for site in trace.sites if site.endswith("gate_proj")]
+    settle(page)
     x, y = cell(page, 50, 17, num_sites=len(sites))
     page.locator(".lw canvas").hover(position={"x": x, "y": y})
     value = trace.values[50, trace.sites.index(sites[17]), 2]
@@ -272,12 +271,12 @@ def test_the_keyboard_alone_reaches_every_token_and_site(open_page, demo: Path, 
 def test_zoom_shows_fewer_tokens_and_keeps_the_cursor_in_view(open_page, demo: Path) -> None:
     page = open_page(demo)
     page.locator('[data-token="100"]').click()
-    before = page.locator(".lw-spacer").evaluate("node => node.offsetWidth")
+    before = page.locator(".lw-map").evaluate(PLACE)["all"]
     page.locator('input[type="range"]').fill("1")
     settle(page)
-    box = page.locator(".lw-map").evaluate("map => [map.scrollLeft, map.clientWidth, map.firstChild.offsetWidth]")
-    assert box[2] > 3 * before
-    assert box[0] <= 100 * 28 <= box[0] + box[1] - 112
+    box = page.locator(".lw-map").evaluate(PLACE)
+    assert box["all"] > 3 * before
+    assert box["left"] <= 100 * 28 <= box["left"] + box["shown"] - 112
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
 
 
@@ -397,9 +396,5 @@ def test_the_styles_of_jupyters_output_cells_do_not_change_it(open_page, trace: 
         page.locator(".lw-shares tbody tr").nth(1).hover()
         parts = page.locator(".lw-facts > span, .lw-shares th, .lw-shares td, .lw-readout, .lw-map")
         sizes.append(parts.evaluate_all(BOXES))
-        red = page.locator(".lw-shares, .lw-shares *").evaluate_all(
-            "nodes => nodes.filter((node) => JSON.stringify([getComputedStyle(node).backgroundColor,"
-            " getComputedStyle(node).border]).includes('rgb(255, 0, 0)')).length"
-        )
-        assert red == 0
+        assert page.locator(".lw-shares, .lw-shares *").evaluate_all(IS_RED) == 0
     assert sizes[0] == sizes[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +18,10 @@ SEGMENTS = (
 CONTINUATION = (
     "and the people went every one into his own city, and they were sore afraid. And the angel said unto them, "
     "Fear not: for, behold, I bring you good tidings of great joy, which shall be to all people. Selah, und so weiter"
+)
+HOSTILE = (
+    *("<script>alert(1)</script>", "</script>", " \x1b[31mred", "$\\frac{$", "שלום"),
+    *("\u202eevil", "漢字👩\u200d👧", "\t\n", "", "&amp;"),
 )
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj")
 
@@ -91,3 +96,10 @@ def small_trace(tokens: tuple[str, ...] = ("Hi", " there", "\n", "!"), adapters:
         draft=np.full(len(tokens), -1),
         time_s=np.zeros(len(tokens)),
     )
+
+
+def with_outliers(trace: Trace) -> Trace:
+    """Return the trace with token 3 above 1 everywhere, and one value of token 4 below 0."""
+    values = trace.values.copy()
+    values[3], values[4, 2, 1] = 1.5, -0.25
+    return replace(trace, values=values)

@@ -85,7 +85,7 @@ def head(sheet: Sheet, title: str, summary: str, note: str) -> None:
 
 def head_lines(summary: str, note: str) -> list[str]:
     """Return the lines under the title: at most two of facts, two of what the scale means."""
-    return [line for text in (summary, note) for line in textwrap.wrap(text, 168, max_lines=2, placeholder=" …")]
+    return [line for text in (summary, note) for line in textwrap.wrap(text, 196, max_lines=2, placeholder=" …")]
 
 
 def _cut(text: str, limit: int) -> str:
