@@ -215,8 +215,9 @@ def _hatched(axes: Axes) -> None:
 def _boundary(axes: Axes, trace: Trace, start: int, stop: int, strip: Axes | None = None) -> None:
     """Draw the line between prompt and generated tokens, named on both sides where there is a strip."""
     at = trace.prompt_tokens
+    room = max(1, round(0.12 * (stop - start)))  # tokens the word "generated" takes
     if not start < at < stop:
-        if strip is not None and start in (0, at):
+        if strip is not None and (start == 0 or start - room < at <= start):
             name = "generated ▸" if start >= at else "prompt ▸"
             strip.text(start - 0.5, -0.12, name, ha="left", va="bottom", fontsize=6.5, color=LIGHT.muted)
         return
@@ -224,7 +225,8 @@ def _boundary(axes: Axes, trace: Trace, start: int, stop: int, strip: Axes | Non
         one.axvline(at - 0.5, color=LIGHT.ink, lw=1.1, clip_on=False)
     if strip is not None:
         strip.text(at - 0.7, -0.12, "prompt ◂", ha="right", va="bottom", fontsize=6.5, color=LIGHT.muted)
-        strip.text(at - 0.3, -0.12, "▸ generated", ha="left", va="bottom", fontsize=6.5, color=LIGHT.muted)
+        name = "▸ generated" if at + room <= stop else "▸"
+        strip.text(at - 0.3, -0.12, name, ha="left", va="bottom", fontsize=6.5, color=LIGHT.muted)
 
 
 def site_panel(axes: Axes, trace: Trace, adapter: int) -> None:
