@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,9 @@ class AdapterConfig:
         rank_pattern: module pattern -> rank, overriding `r`.
         alpha_pattern: module pattern -> alpha, overriding `lora_alpha`.
         target_modules: list, regular expression or "all-linear"; None when the file names none.
+        exclude_modules: list or regular expression of modules that are no targets after all.
+        layers_to_transform: numbers of the blocks that are targets; None is all.
+        layers_pattern: names of the list of blocks, where there are several lists.
         base_model_name_or_path: the base it was trained on; a label, not a requirement.
     """
 
@@ -67,6 +70,9 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     target_modules: tuple[str, ...] | str | None = None
+    exclude_modules: tuple[str, ...] | str | None = None
+    layers_to_transform: tuple[int, ...] | None = None
+    layers_pattern: tuple[str, ...] = ()
     base_model_name_or_path: str | None = None
 
     @classmethod
@@ -87,14 +93,19 @@ class AdapterConfig:
             raise UserError(f"{where}: r must be a whole number of at least 1, not {rank!r}")
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
             raise UserError(f"{where}: lora_alpha must be a finite number, not {alpha!r}")
-        targets = given.get("target_modules")
+        rslora = given.get("use_rslora", False)
+        if rslora not in (True, False, None):
+            raise UserError(f"{where}: use_rslora must be true or false, not {rslora!r}")
         return cls(
             r=rank,
             lora_alpha=float(alpha),
-            use_rslora=bool(given.get("use_rslora", False)),
-            rank_pattern=_pattern(given, "rank_pattern", where),
-            alpha_pattern=_pattern(given, "alpha_pattern", where),
-            target_modules=tuple(targets) if isinstance(targets, list) else targets,
+            use_rslora=bool(rslora),
+            rank_pattern=_pattern(given, "rank_pattern", where, int),
+            alpha_pattern=_pattern(given, "alpha_pattern", where, float),
+            target_modules=_modules(given, "target_modules", where),
+            exclude_modules=_modules(given, "exclude_modules", where),
+            layers_to_transform=_blocks(given, where),
+            layers_pattern=_listed(_modules(given, "layers_pattern", where)),
             base_model_name_or_path=given.get("base_model_name_or_path"),
         )
 
@@ -106,6 +117,26 @@ class AdapterConfig:
         """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA, of `site` with its true `rank`."""
         alpha = float(_matched(self.alpha_pattern, site, self.lora_alpha))
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    def sites_left_out(self, sites: Iterable[str], present: Iterable[str]) -> list[str]:
+        """Return those of a model's linear `sites` that this config targets and that are not `present`."""
+        have = set(present)
+        return [site for site in sites if site not in have and self._targets(site)]
+
+    def _targets(self, site: str) -> bool:
+        """Whether PEFT would put an adapter with this config at `site`."""
+        if self.target_modules is None or _names_site(self.exclude_modules, site):
+            return False
+        if isinstance(self.target_modules, str):
+            if self.target_modules.lower() == "all-linear":
+                return "." in site  # all but the output head, which no block holds
+            return _names_site(self.target_modules, site)
+        if site in self.target_modules or self.layers_to_transform is None:
+            return _names_site(self.target_modules, site)
+        lists = "|".join(self.layers_pattern) or r"[^.]*"
+        block = re.match(rf"(?:^|.*?\.)(?:{lists})\.(\d+)\.", site)
+        chosen = block is not None and int(block[1]) in self.layers_to_transform
+        return chosen and _names_site(self.target_modules, site)
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
@@ -124,10 +155,47 @@ def _matched(pattern: Mapping[str, Any], site: str, default: Any) -> Any:
     return default
 
 
-def _pattern(given: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+def _names_site(modules: tuple[str, ...] | str | None, site: str) -> bool:
+    # PEFT's rule: a text is a regular expression for the whole path, a list has whole paths or their last parts
+    if isinstance(modules, str):
+        return re.fullmatch(modules, site) is not None
+    return any(site == name or site.endswith(f".{name}") for name in modules or ())
+
+
+def _modules(given: Mapping[str, Any], key: str, where: str) -> tuple[str, ...] | str | None:
+    value = given.get(key)
+    if isinstance(value, list) and all(isinstance(name, str) for name in value):
+        return tuple(value) or None
+    if value is not None and not isinstance(value, str):
+        raise UserError(f"{where}: {key} must be a list of module names or one regular expression, not {value!r}")
+    try:
+        re.compile(value or "")
+    except re.error as error:
+        raise UserError(f"{where}: {key} {value!r} is no regular expression: {error}") from None
+    return value or None
+
+
+def _listed(modules: tuple[str, ...] | str | None) -> tuple[str, ...]:
+    return (modules,) if isinstance(modules, str) else modules or ()
+
+
+def _blocks(given: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
+    value = given.get("layers_to_transform")
+    blocks = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in blocks):
+        raise UserError(f"{where}: layers_to_transform must be block numbers, not {value!r}")
+    return tuple(blocks) or None
+
+
+def _pattern(given: Mapping[str, Any], key: str, where: str, kind: type) -> dict[str, Any]:
     value = given.get(key) or {}
-    if not isinstance(value, dict) or not all(isinstance(number, (int, float)) for number in value.values()):
-        raise UserError(f"{where}: {key} must map module patterns to numbers, not {value!r}")
+    fits = isinstance(value, dict) and all(
+        isinstance(number, (int, kind)) and not isinstance(number, bool) and (kind is float or number >= 1)
+        for number in value.values()
+    )
+    if not fits:
+        wanted = "numbers" if kind is float else "whole numbers of at least 1"
+        raise UserError(f"{where}: {key} must map module patterns to {wanted}, not {value!r}")
     for pattern in value:
         try:
             re.compile(pattern)

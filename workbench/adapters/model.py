@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from workbench.adapters.config import AdapterConfig
+from workbench.adapters.peft_save import own_factors
 from workbench.errors import UserError, names, nearest
 
 _TENSOR = re.compile(r"^(?P<path>.+)\.lora_(?P<factor>[AB])(?:\.[^.]+)?\.weight$")
@@ -67,7 +68,7 @@ class LoRAModel:
     def from_files(cls, config_path: Path, weights_path: Path, name: str) -> LoRAModel:
         """Read an adapter whose two files have other names than PEFT's."""
         config = AdapterConfig.read(config_path)
-        tensors = read_tensors(weights_path, f"adapter {name!r}")
+        tensors = own_factors(read_tensors(weights_path, f"adapter {name!r}"), weights_path.parent.name)
         pairs = _factor_pairs(tensors, name)
         a: dict[str, Tensor] = {}
         b: dict[str, Tensor] = {}
@@ -97,7 +98,8 @@ class LoRAModel:
             base: the base's name, for errors.
 
         Raises:
-            UserError: sites the base does not have, or whose widths differ; all are listed.
+            UserError: sites the base does not have, or whose widths differ, or sites of the base that the adapter's
+                config names and its weights leave out; all are listed.
         """
         renamed = {site: _target_of(site, targets) for site in self.a}
         missing = [site for site, target in renamed.items() if target is None]
@@ -116,6 +118,11 @@ class LoRAModel:
         if wrong:
             raise UserError(
                 f"adapter {self.name!r} does not fit base {base!r} at {len(wrong)} sites: {'; '.join(wrong[:4])}"
+            )
+        if left_out := self.config.sites_left_out(targets, renamed.values()):
+            raise UserError(
+                f"adapter {self.name!r}: its weights lack {len(left_out)} of the sites that its config targets in base "
+                f"{base!r}: {names(left_out, 4)} (PEFT 0.20 and later lose them when they save an X-LoRA model)"
             )
         if len(set(renamed.values())) != len(renamed):
             raise UserError(f"adapter {self.name!r}: two of its sites name the same module of base {base!r}")

@@ -51,18 +51,11 @@ class Classifier:
         Raises:
             UserError: missing layers, unknown tensors, or shapes other than the config, sites and adapters ask for.
         """
-        found = _layers_by_index(tensors, where)
+        found = complete_layers(tensors, config, where)
         depth, width, out = config.xlora_depth, config.xlora_size, num_adapters
         out *= num_sites if config.layerwise_scalings else 1
         widths = [config.hidden_size] + [width] * (depth - 1) + [out]
         expected = list(zip(widths[1:], widths[:-1], strict=True))
-        if len(found) != depth:
-            raise UserError(
-                f"{where}: the classifier has depth {depth}, so {depth} linear layers "
-                f"{[list(shape) for shape in expected]} were expected, but the file holds {len(found)}: "
-                f"{[list(pair['weight'].shape) for pair in found if 'weight' in pair] or 'none'}. A save by PEFT 0.20 "
-                "or later loses classifier layers; save it again with an earlier PEFT, or export the classifier"
-            )
         layers = []
         for number, (pair, shape) in enumerate(zip(found, expected, strict=True), 1):
             which = f"{where}: classifier layer {number} of {depth}"
@@ -94,7 +87,12 @@ class Classifier:
         )
 
 
-def _layers_by_index(tensors: Mapping[str, Tensor], where: str) -> list[dict[str, Tensor]]:
+def complete_layers(tensors: Mapping[str, Tensor], config: XLoRAConfig, where: str) -> list[dict[str, Tensor]]:
+    """Return the linear layers of a checkpoint, first to last, each with its "weight" and "bias".
+
+    Raises:
+        UserError: not as many as the config's depth, or tensors that belong to none.
+    """
     layers: dict[float, dict[str, Tensor]] = {}
     strange = []
     for key, tensor in tensors.items():
@@ -110,7 +108,32 @@ def _layers_by_index(tensors: Mapping[str, Tensor], where: str) -> list[dict[str
         layers.setdefault(index, {})[kind] = tensor
     if strange:
         raise UserError(f"{where}: {names(strange, 4)} belong to no classifier layer")
+    if len(layers) != config.xlora_depth:
+        _refuse_incomplete(sorted(layers), list(tensors), config.xlora_depth, where)
     return [layers[index] for index in sorted(layers)]
+
+
+def _refuse_incomplete(indices: list[float], keys: list[str], depth: int, where: str) -> None:
+    found = sorted({key.rpartition(".")[0] for key in keys})
+    missing = ""
+    if len(indices) < depth:
+        missing = f"; missing: {names(_missing_layers(indices, keys, depth), 8)}"
+    raise UserError(
+        f"{where}: the classifier must have {depth} linear layers (xlora_depth), but the file holds {len(indices)}: "
+        f"{names(found)}{missing}. A save by PEFT 0.20 or later loses classifier layers; save it again with an earlier "
+        "PEFT, or export the classifier"
+    )
+
+
+def _missing_layers(indices: list[float], keys: list[str], depth: int) -> list[str]:
+    if float("inf") in indices or any(_INNER_KEY.match(key) for key in keys):
+        lost = [] if float("inf") in indices else ["last"]
+        return lost + [f"{depth - len(indices) - len(lost)} of inner.*"] * (depth - len(indices) > len(lost))
+    if not indices:
+        return [f"all of internal_xlora_classifier.layers.* ({depth})"]
+    # linear layers are evenly spaced, with ReLU and Dropout between them; saves lose the first ones, not the last
+    stride = max(indices) / (depth - 1)
+    return [f"internal_xlora_classifier.layers.{k * stride:g}" for k in range(depth) if k * stride not in indices]
 
 
 def _checked_layer(

@@ -14,7 +14,7 @@ from lora_kernels.scalings import keep_top_k
 from workbench.adapters.model import LoRAModel, LoRATargetModule, read_tensors
 from workbench.errors import UserError
 from workbench.ordering import Ordering
-from workbench.xlora.classifier import Classifier
+from workbench.xlora.classifier import Classifier, complete_layers
 from workbench.xlora.config import XLoRAConfig
 from workbench.xlora.files import MixtureFiles
 
@@ -73,6 +73,9 @@ class Mixture:
             )
         order = ordering.order if ordering is not None and ordering.order else files.order()
         files.require(order)
+        tensors = read_tensors(files.classifier_path, f"mixture {name!r}")
+        # before the adapters: a save that lost classifier layers has broken adapters too, and this says why
+        complete_layers(tensors, config, str(files.classifier_path))
         adapters = tuple(LoRAModel.from_files(*files.adapters[a], a).fit(targets, base) for a in order)
         touched = {site for adapter in adapters for site in adapter.sites}
         sites = tuple(site for site in targets if site in touched)
@@ -80,10 +83,7 @@ class Mixture:
             ordering.verify(sites, list(files.adapters))
             sites = tuple(sorted(ordering.layers, key=ordering.layers.__getitem__))
         _warn_of_other_base(ordering, files, base)
-        classifier = Classifier.from_tensors(
-            read_tensors(files.classifier_path, f"mixture {name!r}"),
-            config, len(sites), len(adapters), str(files.classifier_path),
-        )
+        classifier = Classifier.from_tensors(tensors, config, len(sites), len(adapters), str(files.classifier_path))
         made = Ordering(
             order=tuple(order), layers={site: i for i, site in enumerate(sites)},
             base_model_id=(ordering.base_model_id if ordering else None) or files.base_model_id or base,
