@@ -155,13 +155,17 @@ def _join_one_hot(segments: list[Segment], new: Segment) -> None:
 def _join_mixture(segments: list[MixtureSegment], new: MixtureSegment) -> None:
     last = segments[-1] if segments else None
     if last and last.stop == new.start and last.slots == new.slots and last.site_index is new.site_index:
-        if last.weights.shape[1] == new.weights.shape[1] > 1:
-            weights = torch.cat([last.weights, new.weights])
-        elif last.weights.shape == new.weights.shape and torch.equal(last.weights, new.weights):
-            weights = last.weights
-        else:
-            segments.append(new)
+        weights = _joined(last, new)
+        if weights is not None:
+            segments[-1] = MixtureSegment(last.start, new.stop, new.slots, weights, new.site_index)
             return
-        segments[-1] = MixtureSegment(last.start, new.stop, new.slots, weights, new.site_index)
-    else:
-        segments.append(new)
+    segments.append(new)
+
+
+def _joined(left: MixtureSegment, right: MixtureSegment) -> Tensor | None:
+    """Return the weights of two neighbours as one segment; None when one is constant and the other is not."""
+    one, other = left.weights, right.weights
+    if one.shape[:2] == other.shape[:2] == (1, 1) and torch.equal(one, other):
+        return one
+    by_row = len(one) == left.stop - left.start and len(other) == right.stop - right.start
+    return torch.cat([one, other]) if by_row and one.shape[1] == other.shape[1] else None

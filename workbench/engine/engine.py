@@ -19,7 +19,7 @@ from workbench.adapters.model import LoRAModel
 from workbench.adapters.slots import SlotTable
 from workbench.config import EngineConfig
 from workbench.engine.base import BaseInfo
-from workbench.engine.batch import SCALING, StepBatch
+from workbench.engine.batch import ADAPTED, SCALING, StepBatch
 from workbench.engine.hf import BaseModel
 from workbench.engine.options import per_prompt, policy_of, require_loaded, sampling_of
 from workbench.engine.request import Request
@@ -194,7 +194,8 @@ class Engine:
         """Generate to the end: one `Completion` for one prompt, a list for a list of prompts.
 
         Takes the arguments of `submit`; `adapter`, `mixture`, `tgt_non_granular_index` and `policy` may be lists with
-        one entry per prompt. In a list, a prompt that cannot run gives a `Completion` with its `error`; the others run.
+        one entry per prompt. In a list, a prompt that cannot run gives a `Completion` with its `error` and the others
+        run; what is wrong with all of them alike is raised.
         """
         if not self.prompts.is_batch(prompts):
             return self._run([self.submit(prompts, **options)])[0]
@@ -205,6 +206,9 @@ class Engine:
                 requests.append(self.submit(prompt, **own))
             except UserError as error:
                 requests.append(failed(self._new_id(None), str(error)))
+        errors = {r.error for r in requests if isinstance(r, Completion)}
+        if len(errors) == 1 and all(isinstance(r, Completion) for r in requests):
+            raise UserError(errors.pop())
         done = iter(self._run([r for r in requests if isinstance(r, Request)]))
         return [next(done) if isinstance(r, Request) else r for r in requests]
 
@@ -289,7 +293,9 @@ class Engine:
             try:
                 chosen[request, plan.kind] = choose(row, request.sampling, request.prompt_ids, output, request.seed)
             except FloatingPointError as error:
-                request.finish("error", str(error))
+                # a draft that cannot be made is no failure: the adapted row decides
+                if plan.kind == ADAPTED:
+                    request.finish("error", str(error))
         return chosen
 
     def _count(self, batch: StepBatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Prompts:
 
     def is_batch(self, prompts: Any) -> bool:
         """Whether `prompts` is a list of prompts, rather than one text, id list or chat."""
-        return isinstance(prompts, (list, tuple)) and bool(prompts) and not isinstance(prompts[0], (int, Mapping))
+        return isinstance(prompts, (list, tuple)) and bool(prompts) and not isinstance(prompts[0], (Integral, Mapping))
 
     def encode(self, prompt: Any, max_tokens: int) -> list[int]:
         """Return the prompt's token ids.
@@ -58,7 +59,7 @@ class Prompts:
         ids = self._ids(prompt)
         if not ids:
             raise UserError("the prompt is empty; give at least one token")
-        wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.vocab_size]
+        wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, Integral) or not 0 <= i < self.vocab_size]
         if wrong:
             raise UserError(
                 f"token ids must be whole numbers from 0 to {self.vocab_size - 1} (the vocabulary of base "
@@ -69,7 +70,7 @@ class Prompts:
                 f"the prompt has {len(ids)} tokens and max_tokens is {max_tokens}: {len(ids) + max_tokens} in all, but "
                 f"base {self.base!r} has room for {self.max_len}; shorten the prompt or lower max_tokens"
             )
-        return ids
+        return [int(i) for i in ids]
 
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from workbench.errors import UserError
 
+_COLDEST = 1e-30  # below it, differences of logits overflow float32; it is greedy already
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -79,16 +81,18 @@ def choose(
         The token, and the model's own log-probability of it (natural log, before penalties and temperature).
 
     Raises:
-        FloatingPointError: the logits are NaN, so no choice means anything.
+        FloatingPointError: the logits are NaN or infinite, so no choice means anything.
     """
-    if torch.isnan(logits).any():
-        raise FloatingPointError("the model's logits are NaN; the weights or the compute dtype do not hold this input")
     logprobs = torch.log_softmax(logits, dim=-1)
+    if torch.isnan(logprobs).any():  # an infinite logit shows here too
+        raise FloatingPointError(
+            "the model's logits are NaN or infinite; the weights or the compute dtype do not hold this input"
+        )
     scores = _penalised(logits, sampling, prompt, output)
     if sampling.temperature == 0:
         token = int(scores.argmax())
     else:
-        kept = _filtered(scores / sampling.temperature, sampling)
+        kept = _filtered((scores - scores.max()) / max(sampling.temperature, _COLDEST), sampling)
         noise = gumbel(len(logits), seed, len(prompt) + len(output)).to(kept.device)
         token = int((kept + noise).argmax())
     return token, float(logprobs[token])
