@@ -220,5 +220,5 @@ def _refuse_unsupported(given: Mapping[str, Any], where: str) -> None:
     if reasons:
         raise UserError(f"{where} is refused, as it cannot be applied exactly: it uses {'; '.join(reasons)}")
     if unknown:
-        hint = nearest(unknown[0], _HARMLESS)
+        hint = nearest(unknown[0], [*_HARMLESS, *_REFUSED])
         raise UserError(f"{where}: {names(unknown)} set, but not known here{hint}; the adapter is refused unread")
