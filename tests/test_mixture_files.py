@@ -56,7 +56,7 @@ def edit_json(path: Path, **changes) -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3])
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("depth", [1, 2, 6])
 def test_the_xlora_packages_layout(tmp_path, depth, stride):
     spec = MixtureSpec(SPEC.adapters, {**DEEP, "xlora_depth": depth})
     mixture = read(spec.write(tmp_path, MODEL, stride))
@@ -100,7 +100,7 @@ def peft_config(spec: MixtureSpec, names: list[str]) -> dict:
 
 
 @pytest.mark.parametrize("stride", [2, 3])
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("depth", [1, 6])
 def test_pefts_layout_with_adapter_folders_as_trained(tmp_path, depth, stride):
     spec = MixtureSpec(SPEC.adapters, {**DEEP, "xlora_depth": depth})
     for number, adapter in enumerate(spec.adapters.values()):
@@ -192,6 +192,9 @@ def test_adapter_1_is_not_adapter_10(tmp_path):
     adapters = {f"adapter_{i}": Adapter(("q_proj",), rank=1 + i % 3, seed=i) for i in range(1, 12)}
     spec = MixtureSpec(adapters, {})
     assert_is_spec(read(spec.write(tmp_path, MODEL)), spec)
+    shutil.rmtree(tmp_path / "adapter_1")
+    with pytest.raises(UserError, match="no adapter folder for 'adapter_1' of the order; did you mean 'adapter_1[01]'"):
+        read(tmp_path, Ordering(tuple(adapters)))
 
 
 def test_without_a_list_numbered_folders_are_in_number_order(tmp_path):
