@@ -1,7 +1,7 @@
 """Slots: the loaded adapters' factors, stacked per site so that adapters of any rank lie side by side.
 
 Contract: an adapter's rows are contiguous in every site's stack, so a slot is a slice, and a mixture whose adapters
-were loaded one after the other is one slice too.
+were loaded one after the other is one slice too. Loading and unloading move no other adapter's rows.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from torch import Tensor
 
 from workbench.adapters.model import LoRAModel
 
+_FIRST_RANKS = 16  # rank rows a site's stack starts with; it grows by doubling
+
 
 @dataclass
 class SiteTable:
     """Stacked factors of one site.
 
     Attributes:
-        a: `[rank, in]`, compute dtype.
-        b: `[rank, out]`, compute dtype.
+        a: `[capacity, in]`, compute dtype; rows outside every span are zero or stale, and read by nothing.
+        b: `[capacity, out]`, compute dtype.
         spans: slot -> `(first, last)` rank rows.
     """
 
@@ -30,23 +32,22 @@ class SiteTable:
     _mixtures: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     def put(self, slot: int, a: Tensor, b: Tensor) -> None:
-        """Append one adapter's factors."""
-        first = self.a.shape[0]
-        self.a = torch.cat([self.a, a.to(self.a)])
-        self.b = torch.cat([self.b, b.to(self.b)])
-        self.spans[slot] = (first, first + a.shape[0])
-        self._mixtures.clear()
+        """Copy one adapter's factors, `[rank, in]` and `[rank, out]`, into the first gap that holds them."""
+        first = self._gap(a.shape[0])
+        last = first + a.shape[0]
+        if last > self.a.shape[0]:
+            capacity = max(last, 2 * self.a.shape[0], _FIRST_RANKS)
+            self.a, self.b = _grown(self.a, capacity), _grown(self.b, capacity)
+            self._mixtures.clear()
+        self.a[first:last] = a
+        self.b[first:last] = b
+        self.spans[slot] = (first, last)
+        self._forget(slot)
 
     def drop(self, slot: int) -> None:
-        """Remove one adapter's factors and close the gap; unknown slots are no error (the site had no delta)."""
-        if slot not in self.spans:
-            return
-        first, last = self.spans.pop(slot)
-        self.a = torch.cat([self.a[:first], self.a[last:]])
-        self.b = torch.cat([self.b[:first], self.b[last:]])
-        gap = last - first
-        self.spans = {s: (f - gap, t - gap) if f >= last else (f, t) for s, (f, t) in self.spans.items()}
-        self._mixtures.clear()
+        """Free one adapter's rows; unknown slots are no error (the site had no delta)."""
+        if self.spans.pop(slot, None) is not None:
+            self._forget(slot)
 
     def mixture(self, slots: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Return `(a, b, owner)` of several adapters in the given order; views when they lie side by side.
@@ -68,6 +69,24 @@ class SiteTable:
             self._mixtures[slots] = (a, b, owner.to(self.a.device))
         return self._mixtures[slots]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the stacks, unused capacity included."""
+        return sum(stack.numel() * stack.element_size() for stack in (self.a, self.b))
+
+    def _gap(self, size: int) -> int:
+        at = 0
+        for first, last in sorted(self.spans.values()):
+            if first - at >= size:
+                return at
+            at = last
+        return at
+
+    def _forget(self, slot: int) -> None:
+        # a mixture that names the slot holds its rows, or the fact that it had none here
+        for slots in [slots for slots in self._mixtures if slot in slots]:
+            del self._mixtures[slots]
+
 
 class SlotTable:
     """Which adapter is in which slot, and each site's stacked factors."""
@@ -80,8 +99,8 @@ class SlotTable:
     def site(self, name: str, in_features: int, out_features: int) -> SiteTable:
         """Return the table of site `name`, made empty on first use."""
         if name not in self.sites:
-            a = torch.empty(0, in_features, dtype=self.dtype, device=self.device)
-            b = torch.empty(0, out_features, dtype=self.dtype, device=self.device)
+            a = torch.zeros(0, in_features, dtype=self.dtype, device=self.device)
+            b = torch.zeros(0, out_features, dtype=self.dtype, device=self.device)
             self.sites[name] = SiteTable(a, b)
         return self.sites[name]
 
@@ -99,3 +118,14 @@ class SlotTable:
         for table in self.sites.values():
             table.drop(slot)
         del self.adapters[slot]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all stacks on the device."""
+        return sum(table.num_bytes for table in self.sites.values())
+
+
+def _grown(stack: Tensor, capacity: int) -> Tensor:
+    grown = stack.new_zeros(capacity, stack.shape[1])
+    grown[: stack.shape[0]] = stack
+    return grown
