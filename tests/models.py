@@ -329,6 +329,33 @@ class Probe:
         return chosen
 
 
+def byte_tokenizer(folder: Path) -> Path:
+    """Write a tokenizer whose token i + 3 is byte i, after <s>, </s> and <pad>; return the folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # the byte-level alphabet shows every byte as one printable character
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {byte: chr(byte) for byte in shown}
+    letters |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in letters)}
+    vocab = {"<s>": 0, "</s>": 1, "<pad>": 2, **{letters[byte]: byte + 3 for byte in range(256)}}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = (
+        "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no ' + m.role) }}"
+        "{% endif %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    fast.save_pretrained(folder)
+    return folder
+
+
+def byte_ids(text: str | bytes) -> list[int]:
+    """Return the byte tokenizer's ids of a text."""
+    return [byte + 3 for byte in (text.encode() if isinstance(text, str) else text)]
+
+
 def random_ids(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
     """Return token ids, none of them a special one."""
     generator = torch.Generator().manual_seed(seed)
