@@ -1,7 +1,21 @@
-"""One LoRA adapter: from its folder to the rows it changes."""
+"""LoRA adapters: from a folder to the rows they change, and which of them are where."""
 
 from workbench.adapters.config import AdapterConfig
 from workbench.adapters.linear import LoRALinear
+from workbench.adapters.manager import LoRAManager
 from workbench.adapters.model import LoRAModel, LoRATargetModule
+from workbench.adapters.types import LoRAConfig, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus, LoRAType
 
-__all__ = ["AdapterConfig", "LoRALinear", "LoRAModel", "LoRATargetModule"]
+__all__ = [
+    "AdapterConfig",
+    "LoRAConfig",
+    "LoRALinear",
+    "LoRAManager",
+    "LoRAModel",
+    "LoRAOperation",
+    "LoRARequest",
+    "LoRAResponse",
+    "LoRAStatus",
+    "LoRATargetModule",
+    "LoRAType",
+]

@@ -86,6 +86,11 @@ class LoRAModel:
         return tuple(self.a)
 
     @property
+    def rank(self) -> int:
+        """The largest rank of its sites."""
+        return max(a.shape[0] for a in self.a.values())
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of its factors in float32."""
         return sum(t.numel() * t.element_size() for side in (self.a, self.b) for t in side.values())

@@ -104,6 +104,7 @@ class SlotTable:
             self.sites[name] = SiteTable(a, b)
         return self.sites[name]
 
+    @torch.inference_mode(False)  # a stack made inside a step could not be written outside of one
     def put(self, adapter: LoRAModel) -> int:
         """Load an adapter that fits the base (`LoRAModel.fit`) into the lowest free slot and return the slot."""
         slot = next(i for i in range(len(self.adapters) + 1) if i not in self.adapters)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workbench import hub
+from workbench.adapters.manager import LoRAManager
 from workbench.adapters.model import LoRAModel
 from workbench.adapters.slots import SlotTable
+from workbench.adapters.types import LoRAConfig, split_spec
 from workbench.config import EngineConfig
 from workbench.engine.base import BaseInfo
 from workbench.engine.batch import ADAPTED, SCALING, StepBatch
@@ -33,6 +34,7 @@ from workbench.instrument.recorder import Recorder
 from workbench.ordering import Ordering
 from workbench.xlora import Mixture, ReusePolicy
 
+_READ_WAIT_S = 0.05  # how long a step without rows waits for an adapter to be read
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -41,6 +43,7 @@ class Engine:
 
     Args:
         base: "demo", a folder, or a Hub id.
+        lora: how adapters are held: slots, ranks, bytes; its `lora_paths` are loaded at once.
         config: every setting; keyword `options` override it.
         info: a base already looked at (`BaseInfo.read`), instead of `base`, `config` and `options`.
         **options: fields of `EngineConfig`, for instance `dtype="bfloat16"`.
@@ -51,7 +54,7 @@ class Engine:
 
     def __init__(
         self, base: str | Path | None = None, *, config: EngineConfig | None = None, info: BaseInfo | None = None,
-        **options: Any,
+        lora: LoRAConfig | None = None, **options: Any,
     ):
         if info is None:
             info = BaseInfo.read((config or EngineConfig()).change(**base_setting(base), **options))
@@ -64,14 +67,17 @@ class Engine:
             packed=not cfg.row_padding,
         )
         self.slots = SlotTable(self.model.dtype, self.device)
-        self.adapters: dict[str, int] = {}
+        self.adapters = LoRAManager(self.slots, self.model.targets, self.base_id, lora or LoRAConfig(), self._wrap)
         self.mixtures: dict[str, Mixture] = {}
         self.scheduler = Scheduler(
-            cfg.max_rows_per_step, cfg.max_requests, self.device, cfg.row_padding, cfg.attention == "reference"
+            cfg.max_rows_per_step, cfg.max_requests, self.device, cfg.row_padding, cfg.attention == "reference",
+            self._admit,
         )
         self.num_steps = self.num_rows = self.num_scaling_rows = 0
         self._recorders: list[Recorder] = []
         self._num_requests = 0
+        for answer in self.adapters.load_all(dict(map(split_spec, self.adapters.config.lora_paths))).values():
+            answer.raise_for_status()
 
     @classmethod
     def from_mixture(
@@ -104,19 +110,20 @@ class Engine:
         engine._install(read)
         return engine
 
-    def load_adapter(self, source: str | Path, name: str | None = None, **where: Any) -> str:
-        """Load a LoRA adapter and return its name.
+    def load_adapter(self, source: str | Path, name: str | None = None, *, pinned: bool = False, **where: Any) -> str:
+        """Load a LoRA adapter and return its name; `adapters` has the manager with everything else.
 
         Args:
-            source: folder or Hub id.
+            source: folder, Hub id, demo/NAME, or `name=` one of them.
             name: what requests call it; by default the folder's name.
+            pinned: keep it in a slot for good.
             **where: `revision`, `token`, `offline` of a Hub id.
         """
-        folder = hub.resolve_adapter(str(source), **where)
-        name = name or Path(str(source)).name
-        self._check_new(name)
-        adapter = LoRAModel.read(folder, name).fit(self.model.targets, self.base_id)
-        self.adapters[name] = self._place(adapter)
+        if name is None:
+            name, source = split_spec(str(source))
+        if name in self.mixtures:
+            raise UserError(f"{name!r} is a mixture that is loaded; load the adapter under another name")
+        self.adapters.load(source, name, pinned=pinned, **where).raise_for_status()
         return name
 
     def load_mixture(
@@ -142,12 +149,14 @@ class Engine:
 
     def unload(self, name: str) -> None:
         """Unload an adapter or mixture that no unfinished request uses."""
-        require_loaded(name, "adapter or mixture", [*self.adapters, *self.mixtures])
+        require_loaded(name, "adapter or mixture", [*self.adapters.names(), *self.mixtures])
         users = [r.id for r in self.scheduler.requests() if name == r.adapter or (r.mixture and r.mixture.name == name)]
         if users:
             raise UserError(f"{name!r} is in use by requests {names(users)}; wait for them or cancel them first")
-        slots = (self.adapters.pop(name),) if name in self.adapters else self.mixtures.pop(name).slots
-        for slot in slots:
+        if name in self.adapters:
+            self.adapters.unload(name).raise_for_status()
+            return
+        for slot in self.mixtures.pop(name).slots:
             self.slots.drop(slot)
 
     def submit(
@@ -175,7 +184,7 @@ class Engine:
         chosen = policy_of(tgt_non_granular_index, policy, mixture)
         if adapter is not None and mixture is not None:
             raise UserError(f"name an adapter ({adapter!r}) or a mixture ({mixture!r}), not both")
-        require_loaded(adapter, "adapter", self.adapters)
+        require_loaded(adapter, "adapter", self.adapters.names())
         require_loaded(mixture, "mixture", self.mixtures)
         ids = self.prompts.encode(prompt, sampling.max_tokens)
         request_id = self._new_id(request_id)
@@ -183,10 +192,12 @@ class Engine:
         request = Request(
             id=request_id, prompt_ids=tuple(ids), sampling=sampling, seed=seed,
             detokenizer=Detokenizer(self.tokenizer, skip_special=True), eos_ids=self.eos_ids,
-            slot=self.adapters[adapter] if adapter is not None else -1, adapter=adapter,
+            adapter=adapter,
             mixture=self.mixtures[mixture] if mixture is not None else None,
             policy=chosen, drafting=self.config.drafting, on_text=on_text,
         )
+        if adapter is not None:
+            self.adapters.prefetch(adapter)
         self.scheduler.add(request)
         return request
 
@@ -246,6 +257,11 @@ class Engine:
         if not self.scheduler.has_work():
             return []
         batch = self.scheduler.next_batch()
+        if not batch.spans:  # everyone waits for an adapter to be read, or has failed to get one
+            finished = self._finished(self.scheduler.sweep())
+            if not finished:
+                self.adapters.wait(_READ_WAIT_S)
+            return finished
         hidden = self.model.hidden(batch)
         scalings = self._classify(hidden, batch)
         chosen = self._choose(self.model.logits(hidden, batch), batch)
@@ -306,6 +322,9 @@ class Engine:
     def _finished(self, requests: list[Request]) -> list[Request]:
         labels = TraceLabels(self.base_id, self.config.dtype)
         for request in requests:
+            if request.has_lease:
+                request.has_lease = False
+                self.adapters.release(request.adapter)
             for recorder in self._recorders:
                 recorder.add(request.id, lambda request=request: trace_of(request, self.tokenizer, labels))
         return requests
@@ -314,17 +333,25 @@ class Engine:
         slots: list[int] = []
         try:
             for adapter in mixture.adapters:
-                slots.append(self._place(adapter))
+                self._wrap(adapter)
+                slots.append(self.slots.put(adapter))
         except BaseException:
             for slot in slots:
                 self.slots.drop(slot)
             raise
         self.mixtures[mixture.name] = mixture.placed(tuple(slots), self.model.dtype, self.device)
 
-    def _place(self, adapter: LoRAModel) -> int:
+    def _wrap(self, adapter: LoRAModel) -> None:
         for site in adapter.sites:
             self.model.wrap(site, self.slots)
-        return self.slots.put(adapter)
+
+    def _admit(self, request: Request) -> bool:
+        if request.adapter is None:
+            return True
+        slot = self.adapters.acquire(request.adapter)
+        if slot is not None:
+            request.slot, request.has_lease = slot, True
+        return slot is not None
 
     def _check_new(self, name: str) -> None:
         if name in self.adapters or name in self.mixtures:

@@ -32,7 +32,7 @@ class Request:
         sampling: how tokens are chosen.
         seed: of its noise.
         eos_ids: tokens that end it.
-        slot: its adapter's slot; -1 for the base model and for mixtures.
+        slot: its adapter's slot once it runs; -1 for the base model and for mixtures.
         adapter: that adapter's name, or None.
         mixture: its mixture, or None.
         policy: whose scalings each input uses.
@@ -45,6 +45,8 @@ class Request:
         drafts: per generated token: 1 accepted draft, 0 rejected, -1 not drafted.
         scalings: float32 `[position, site, adapter]` on the host, by scaling row; the first `num_scaled` are valid.
         sources: per adapted row, the position whose scalings it used.
+        has_lease: its adapter is kept in its slot for it.
+        times_passed: steps it was passed over, waiting for its adapter.
         finish_reason: None while running, else "stop", "length", "cancelled" or "error".
         error: the reason of a request that failed.
     """
@@ -69,6 +71,8 @@ class Request:
     scalings: Tensor | None = None
     num_scaled: int = 0
     sources: list[int] = field(default_factory=list)
+    has_lease: bool = False
+    times_passed: int = 0
     finish_reason: str | None = None
     error: str | None = None
 

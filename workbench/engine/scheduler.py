@@ -7,14 +7,16 @@ go first, so a long prompt never holds up tokens that are nearly there; prompts 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from workbench.engine.batch import SCALING, SpanPlan, StepBatch, build_batch
 from workbench.engine.request import Request
+from workbench.errors import UserError
 
 _DECODE_ROWS = 2  # one adapted row and one scaling row
+_PATIENCE = 64  # steps a request is passed over for want of a slot, before those behind it wait too
 
 
 class Scheduler:
@@ -25,12 +27,14 @@ class Scheduler:
         max_requests: most requests running at once.
         device: where batches go.
         row_padding, reference_attention: passed to every batch.
+        admit: called with a waiting request; False when it cannot run yet, a UserError when it never can.
     """
 
     def __init__(
         self, max_rows: int, max_requests: int, device: torch.device, row_padding: int = 0,
-        reference_attention: bool = False,
+        reference_attention: bool = False, admit: Callable[[Request], bool] = lambda request: True,
     ):
+        self._admit = admit
         self.max_rows, self.max_requests, self.device = max_rows, max_requests, device
         self.row_padding, self.reference_attention = row_padding, reference_attention
         self.waiting: deque[Request] = deque()
@@ -51,8 +55,7 @@ class Scheduler:
 
     def next_batch(self) -> StepBatch:
         """Admit what fits and build the next forward's batch."""
-        while self.waiting and len(self.running) < self.max_requests:
-            self.running.append(self.waiting.popleft())
+        self._admit_waiting()
         budget, plans = self.max_rows, []
         later = []
         for request in self.running:
@@ -101,6 +104,29 @@ class Scheduler:
             self.running = [request for request in self.running if request.finish_reason is None]
             self.waiting = deque(request for request in self.waiting if request.finish_reason is None)
         return finished
+
+    def _admit_waiting(self) -> None:
+        """Start waiting requests, oldest first; one that cannot run yet is passed over, but not for ever."""
+        passed: list[Request] = []
+        # no more than `max_requests` are looked at, so a step's work does not grow with the queue
+        for _ in range(min(len(self.waiting), self.max_requests)):
+            if len(self.running) >= self.max_requests:
+                break
+            request = self.waiting.popleft()
+            if passed and passed[0].times_passed > _PATIENCE and request.adapter is not None:
+                passed.append(request)
+                continue
+            try:
+                ready = self._admit(request)
+            except UserError as error:
+                request.finish("error", str(error))
+                ready = True  # the sweep takes it out
+            if ready:
+                self.running.append(request)
+            else:
+                request.times_passed += 1
+                passed.append(request)
+        self.waiting.extendleft(reversed(passed))
 
     @staticmethod
     def _take(request: Request, budget: int, plans: list[SpanPlan]) -> int:
