@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from workbench import Ordering, UserError
 from workbench.engine.hf import linear_targets
+from workbench.hub import resolve_mixture
 from workbench.xlora import Mixture, find_mixture
 
 pytestmark = pytest.mark.filterwarnings("ignore:the (mixture|ordering) was made for base")
@@ -23,7 +24,7 @@ SPEC = MixtureSpec(
 
 
 def read(folder: Path, ordering: Ordering | None = None, **settings) -> Mixture:
-    return Mixture.read(find_mixture(folder), "m", TARGETS, "tiny", 32, ordering, **settings)
+    return Mixture.read(find_mixture(resolve_mixture(folder)), "m", TARGETS, "tiny", 32, ordering, **settings)
 
 
 def assert_is_spec(mixture: Mixture, spec: MixtureSpec = SPEC, names: tuple[str, ...] | None = None) -> None:
@@ -77,6 +78,12 @@ def test_config_and_classifier_one_level_down_with_a_prefix(folder):
     shutil.move(folder / "xlora_classifier.safetensors", folder / "X-LoRA" / "X-LoRA_xlora_classifier.safetensors")
     (folder / "A").mkdir()
     (folder / "A" / "xlora_config.json").write_text("{adapters={")
+    assert_is_spec(read(folder))
+
+
+def test_config_and_classifier_with_a_prefix(folder):
+    for name in ("xlora_config.json", "xlora_classifier.safetensors"):
+        shutil.move(folder / name, folder / f"my-model-{name}")
     assert_is_spec(read(folder))
 
 

@@ -105,10 +105,9 @@ def find_mixture(folder: Path) -> MixtureFiles:
 
 
 def _find_config(folder: Path) -> tuple[Path, dict[str, Any]]:
-    tried = []
-    for path in [folder / XLORA_CONFIG, *sorted(p for p in folder.glob(f"*/*{XLORA_CONFIG}"))]:
-        if path.is_file():
-            tried.append(path)
+    plain = folder / XLORA_CONFIG
+    prefixed = sorted([*folder.glob(f"*{XLORA_CONFIG}"), *folder.glob(f"*/*{XLORA_CONFIG}")])
+    tried = [path for path in dict.fromkeys([plain, *prefixed]) if path.is_file()]
     if tried:
         failure = None
         for path in tried:  # an old revision in the wild carries a broken copy beside a good one
