@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workbench.adapters.config import read_object
 from workbench.adapters.linear import LoRALinear, Routing
 from workbench.adapters.model import LoRATargetModule
 from workbench.adapters.slots import SlotTable
@@ -24,7 +25,6 @@ from workbench.engine.attention import NAME, packed_attention
 from workbench.engine.batch import StepBatch
 from workbench.engine.prepack import prepack
 from workbench.errors import UserError, names, nearest
-from workbench.jsonfile import read_json
 
 # packed == separate was checked on each of these; the canary test does it again on whatever transformers is installed
 SUPPORTED = (
@@ -77,11 +77,14 @@ class BaseModel:
                 model, info = AutoModelForCausalLM.from_pretrained(
                     folder, config=config, dtype=dtype, attn_implementation=NAME, use_safetensors=True,
                     local_files_only=True, output_loading_info=True, trust_remote_code=trust_remote_code,
+                    ignore_mismatched_sizes=True,
                 )
         except Exception as error:  # transformers and safetensors raise many kinds; all mean the files do not load
             raise UserError(f"base {name!r}: its weights in {folder} do not load: {_first_line(error)}") from None
         if missing := sorted(info["missing_keys"]):
             raise UserError(f"base {name!r}: {len(missing)} weights are missing from {folder}: {names(missing, 4)}")
+        if wrong := sorted(f"{key} is {list(has)}, not {list(asked)}" for key, has, asked in info["mismatched_keys"]):
+            raise UserError(f"base {name!r}: {len(wrong)} weights do not fit its config: {'; '.join(wrong[:4])}")
         loaded = cls(model.to(device), name, max_len)
         if packed:
             prepack(loaded.model)
@@ -168,7 +171,7 @@ def label_of(source: str, folder: Path) -> str:
     """Return the id a base goes by: a Hub id as given, else what its own config says, else the folder's name."""
     if not Path(source).exists() and "/" in source:
         return source
-    named = read_json(folder / "config.json", "config").get("_name_or_path")
+    named = read_object(folder / "config.json", "config").get("_name_or_path")
     return named if named and not Path(named).is_absolute() else folder.resolve().name
 
 
@@ -176,6 +179,9 @@ def load_config(folder: Path, name: str, trust_remote_code: bool = False) -> Any
     """Return transformers' config of a model folder; a UserError for one that is broken or not supported."""
     from transformers import AutoConfig
 
+    kind = read_object(folder / "config.json", "config").get("model_type")
+    if isinstance(kind, str):
+        _require_supported(kind, name)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # transformers validates configs with several exception types of its own
@@ -184,14 +190,17 @@ def load_config(folder: Path, name: str, trust_remote_code: bool = False) -> Any
     return config
 
 
-def check_supported(config: Any, name: str) -> None:
-    """Refuse, by name, an architecture or setting whose packed rows would not be right; a UserError says which."""
-    kind = config.model_type
+def _require_supported(kind: str, name: str) -> None:
     if kind not in SUPPORTED:
         raise UserError(
             f"base {name!r} is a {kind!r} model, which is not supported{nearest(kind, SUPPORTED)}. Supported: "
             f"{', '.join(SUPPORTED)}"
         )
+
+
+def check_supported(config: Any, name: str) -> None:
+    """Refuse, by name, an architecture or setting whose packed rows would not be right; a UserError says which."""
+    _require_supported(config.model_type, name)
     if getattr(config, "use_bidirectional_attention", None):
         raise UserError(
             f"base {name!r} has use_bidirectional_attention={config.use_bidirectional_attention!r}: its tokens see "

@@ -24,7 +24,8 @@ def sampling_of(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
     known = Sampling.__dataclass_fields__
     for name in options:
         if name not in known:
-            raise UserError(f"unknown setting {name!r}{nearest(name, known)}; sampling has {names(list(known), 20)}")
+            hint = nearest(name, [*known, *_PER_PROMPT])
+            raise UserError(f"unknown setting {name!r}{hint}; sampling has {names(list(known), 20)}")
     return replace(sampling or Sampling(), **options)
 
 
