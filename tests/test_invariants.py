@@ -1,26 +1,36 @@
 """The truths that must survive any change of the engine: `pytest tests/test_invariants.py`.
 
 Matrix products round differently with the row count, so "bitwise" is tested with every forward padded to 32 rows and
-attention row by row; with the default settings teacher-forced logits agree to 1e-5, and so do tokens wherever the two
-best logits are not nearly equal.
+attention row by row. `test_drafts_and_counts.py` compares those settings with the default ones.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jobs import (
+    ADAPTERS,
+    BITWISE,
+    SAMPLINGS,
+    SPECS,
+    TARGETS,
+    TOLERANCE,
+    WHO,
+    Job,
+    Outcome,
+    assert_same,
+    engine_on,
+    everyone,
+    run,
+    write_shelf,
+)
 from models import (
-    GREEDY_GAP,
-    VOCAB,
     Adapter,
     MixtureSpec,
-    Probe,
     by_definition,
     random_ids,
     save_base,
@@ -30,132 +40,18 @@ from models import (
 from safetensors.torch import save_file
 
 from workbench import Engine, UserError
-from workbench.engine.batch import ADAPTED, SCALING
 
 pytestmark = pytest.mark.filterwarnings("ignore:the mixture was made for base")
-TOLERANCE = 1e-5
-BITWISE = {"row_padding": 32, "max_rows_per_step": 32, "attention": "reference"}
-TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
-ADAPTERS = {
-    "python": Adapter(TARGETS, rank=4, seed=1),
-    "german": Adapter(TARGETS[:2], rank=2, alpha=3, seed=2),
-    "law": Adapter(TARGETS, rank=7, seed=3, config={"use_rslora": True}),
-}
-SPECS = {
-    "mix": MixtureSpec(ADAPTERS, {"layerwise_scalings": True, "xlora_depth": 2, "xlora_size": 16}),
-    "lifted": MixtureSpec(
-        {"b": ADAPTERS["german"], "a": ADAPTERS["python"]}, {"scaling_pass_value": 0.4, "top_k_lora": 1}
-    ),
-}
-ALL_SAMPLING = {
-    "temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2,
-    "presence_penalty": 0.3, "frequency_penalty": 0.2,
-}  # fmt: skip
-
-
-@dataclass
-class Job:
-    """A request to run: its prompt, who runs it, and after how many steps it is cancelled, if ever."""
-
-    prompt: list[int]
-    who: dict[str, Any] = field(default_factory=dict)
-    sampling: dict[str, Any] = field(default_factory=dict)
-    max_tokens: int = 4
-    cancel_after: int | None = None
-
-
-@dataclass
-class Outcome:
-    """What a job gave: tokens, logits `[row, vocab]` from the last prompt token on, scalings of its inputs."""
-
-    tokens: list[int]
-    logits: torch.Tensor
-    scalings: torch.Tensor | None
-    request: Any
 
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory) -> Path:
-    """Return a folder with a base, its adapters and its mixtures."""
-    folder = tmp_path_factory.mktemp("shelf")
-    model = tiny_model("mistral")
-    save_base(model, folder / "tiny")
-    for name, adapter in ADAPTERS.items():
-        adapter.write(folder / name, model)
-    for name, spec in SPECS.items():
-        spec.write(folder / name, model)
-    return folder
-
-
-def engine_on(shelf: Path, loaded: bool = True, **options) -> Engine:
-    engine = Engine(shelf / "tiny", **options)
-    if loaded:
-        for name in ADAPTERS:
-            engine.load_adapter(shelf / name)
-        for name in SPECS:
-            engine.load_mixture(shelf / name, name)
-    return engine
+    return write_shelf(tmp_path_factory.mktemp("shelf"))
 
 
 @pytest.fixture(scope="module")
 def bitwise(shelf) -> Engine:
     return engine_on(shelf, **BITWISE)
-
-
-def run(engine: Engine, jobs: list[Job], record: bool = True, forced: dict | None = None) -> list[Outcome]:
-    """Run jobs together to their ends and return their outcomes in the same order."""
-    probe = Probe(engine, forced)
-    recorder = engine.record("scalings") if record else None
-    requests = []
-    try:
-        for i, job in enumerate(jobs):
-            options = {"seed": 7, "max_tokens": job.max_tokens, "ignore_eos": True, **job.who, **job.sampling}
-            requests.append(engine.submit(job.prompt, request_id=f"job-{i}", **options))
-        for steps in range(1000):
-            for request, job in zip(requests, jobs, strict=True):
-                if job.cancel_after == steps:
-                    engine.cancel(request)
-            if not engine.scheduler.has_work():
-                break
-            engine.step()
-    finally:
-        for request in requests:
-            engine.cancel(request)
-        probe.close()
-        if recorder:
-            recorder.__exit__()
-    outcomes = []
-    for request, job in zip(requests, jobs, strict=True):
-        rows = [probe.logits[request.id, ADAPTED, len(job.prompt) - 1 + i] for i in range(len(request.generated))]
-        scalings = None
-        if recorder and request.mixture is not None:
-            trace = recorder.trace(request.id)
-            scalings = torch.from_numpy(trace.values[trace.source >= 0])
-        logits = torch.stack(rows) if rows else torch.zeros(0, VOCAB)
-        outcomes.append(Outcome(request.generated, logits, scalings, request))
-    return outcomes
-
-
-def assert_same(one: Outcome, other: Outcome) -> None:
-    """Bitwise."""
-    assert one.tokens == other.tokens
-    assert torch.equal(one.logits, other.logits)
-    if one.scalings is not None and other.scalings is not None:
-        assert torch.equal(one.scalings, other.scalings)
-
-
-def everyone() -> list[Job]:
-    """One job of every sort; prompts from 1 token to more than one forward holds."""
-    return [
-        Job(random_ids(5, 1)),
-        Job(random_ids(40, 2), {"adapter": "python"}),
-        Job(random_ids(7, 3), {"mixture": "mix"}),
-        Job(random_ids(1, 4), {"adapter": "german"}),
-        Job(random_ids(23, 5), {"mixture": "lifted"}),
-        Job(random_ids(3, 6), {"mixture": "mix", "tgt_non_granular_index": 1}, max_tokens=6),
-        Job(random_ids(9, 7), {"mixture": "mix"}, {**ALL_SAMPLING, "seed": 3}),
-        Job(random_ids(2, 8), {}, {"temperature": 1.0}),
-    ]
 
 
 # 1, 2, 3: neighbours
@@ -183,15 +79,6 @@ def test_base_rows_of_the_wrapped_model_equal_the_unwrapped_model(bitwise, shelf
         assert_same(one, other)
 
 
-SAMPLINGS = [
-    {},
-    {"temperature": 1.0, "seed": 1},
-    {"temperature": 0.5, "top_k": 5, "seed": 2},
-    {**ALL_SAMPLING, "seed": 3},
-]
-WHO = [{}, {"adapter": "python"}, {"adapter": "german"}, {"adapter": "law"}, {"mixture": "lifted"}] + [
-    {"mixture": "mix", "tgt_non_granular_index": k} for k in (None, 0, 1, 3)
-]
 _ALONE: dict[str, Outcome] = {}
 
 
@@ -362,22 +249,6 @@ def test_an_output_head_takes_part_in_a_mixture(tmp_path):
     assert (done.scalings - scalings).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "top-k", "everything"])
-def test_drafting_changes_no_result(shelf, bitwise, sampling):
-    plain = engine_on(shelf, drafting=False, **BITWISE)
-    jobs = [
-        Job(random_ids(6, seed), {"mixture": name, "tgt_non_granular_index": k}, sampling, max_tokens=12)
-        for seed, (name, k) in enumerate([("mix", None), ("lifted", None), ("mix", 5), ("mix", 0)])
-    ]
-    drafted = run(bitwise, jobs)
-    for one, other in zip(drafted, run(plain, jobs), strict=True):
-        assert_same(one, other)
-        assert set(other.request.drafts) == {-1}
-    settled = [draft for outcome in drafted for draft in outcome.request.drafts]
-    assert 1 in settled and 0 in settled, "drafts must have been both right and wrong for this to mean anything"
-    assert set(drafted[3].request.drafts) == {-1}, "k = 0 needs no scalings after the prompt"
-
-
 # 7, 8: what comes and goes
 
 
@@ -419,92 +290,6 @@ def test_an_adapter_in_use_is_not_unloaded(shelf):
 def test_recording_changes_no_bit(bitwise):
     for one, other in zip(run(bitwise, everyone()), run(bitwise, everyone(), record=False), strict=True):
         assert_same(one, other)
-
-
-# seeds and counts
-
-
-def test_a_seed_reproduces_and_another_does_not(shelf):
-    engine = engine_on(shelf)
-    prompt = random_ids(6)
-    options = {"mixture": "mix", "max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
-    first = engine.generate(prompt, **options)
-    second = engine.generate(prompt, **options)
-    assert first.seed != second.seed and first.token_ids != second.token_ids
-    assert engine.generate(prompt, seed=first.seed, **options).token_ids == first.token_ids
-    listed = engine.generate([prompt, prompt], **options, seed=[second.seed, first.seed])
-    assert [done.token_ids for done in listed] == [second.token_ids, first.token_ids]
-    fresh = [engine_on(shelf, seed=seed).generate(prompt, **options).token_ids for seed in (0, 0, 1)]
-    assert fresh[0] == fresh[1] != fresh[2]
-
-
-@pytest.mark.parametrize("drafting", [True, False])
-@pytest.mark.parametrize("k", [None, 0, 1, 3, 50])
-@pytest.mark.parametrize(("prompt", "new"), [(1, 1), (1, 6), (7, 1), (7, 2), (40, 6)])
-def test_rows_and_scalings_are_accounted_for(shelf, bitwise, prompt, new, k, drafting):
-    engine = bitwise if drafting else engine_on_plain(shelf)
-    probe = Probe(engine)
-    before = engine.stats()
-    done = engine.generate(random_ids(prompt), mixture="mix", tgt_non_granular_index=k, max_tokens=new, ignore_eos=True)
-    after = engine.stats()
-    probe.close()
-    computed = prompt + (new - 1 if k is None else min(k, new - 1))
-    assert done.scalings_computed == computed
-    assert done.scalings_computed + done.scalings_reused == prompt + new - 1
-    rows = {kind: sum(count for batch in probe.batches for _, which, _, count in batch if which == kind)
-            for kind in (ADAPTED, SCALING)}  # fmt: skip
-    assert rows[ADAPTED] == prompt + new - 1
-    assert rows[SCALING] == computed + done.drafts_rejected
-    assert after["scaling_rows"] - before["scaling_rows"] == rows[SCALING]
-    assert after["rows"] - before["rows"] == sum(rows.values())
-    assert done.usage.prompt_tokens == prompt and done.usage.completion_tokens == len(done.logprobs) == new
-    if not drafting:
-        assert done.drafts_accepted == done.drafts_rejected == 0
-    assert done.drafts_accepted + done.drafts_rejected <= max(0, computed - prompt), "nothing is drafted past the k-th"
-
-
-_PLAIN: list[Engine] = []
-
-
-def engine_on_plain(shelf: Path) -> Engine:
-    if not _PLAIN:
-        _PLAIN.append(engine_on(shelf, drafting=False, **BITWISE))
-    return _PLAIN[0]
-
-
-# the default settings
-
-
-@pytest.mark.parametrize("kind", ["mistral", "mixtral"])
-def test_default_settings_agree_with_the_bitwise_ones(tmp_path, record_property, kind):
-    """Teacher-forced logits to 1e-5; tokens too, up to the first row whose two best logits are nearly equal."""
-    model = tiny_model(kind)
-    spec = MixtureSpec({name: Adapter(TARGETS[:3], seed=i) for i, name in enumerate("abc")}, SPECS["mix"].settings)
-    save_base(model, tmp_path / "tiny")
-    spec.write(tmp_path / "m", model)
-    engines = [Engine(tmp_path / "tiny", **options) for options in (BITWISE, {}, {"max_rows_per_step": 5})]
-    for engine in engines:
-        engine.load_mixture(tmp_path / "m", "m")
-        engine.load_adapter(tmp_path / "m" / "a")
-    who = [{}, {"adapter": "a"}, {"mixture": "m"}, {"mixture": "m", "tgt_non_granular_index": 2}]
-    jobs = [Job(random_ids(3 + 5 * i, i), who[i % 4], max_tokens=10) for i in range(8)]
-    exact = run(engines[0], jobs)
-    stops = compared = 0
-    for engine in engines[1:]:
-        forced = {f"job-{i}": outcome.tokens for i, outcome in enumerate(exact)}
-        for one, other in zip(exact, run(engine, jobs, forced=forced), strict=True):
-            assert (one.logits - other.logits).abs().max() < TOLERANCE
-            if one.scalings is not None:
-                assert (one.scalings - other.scalings).abs().max() < TOLERANCE
-        for one, other in zip(exact, run(engine, jobs), strict=True):
-            best = one.logits.topk(2).values
-            unsure = (best[:, 0] - best[:, 1] < GREEDY_GAP).nonzero().flatten().tolist()
-            sure = unsure[0] if unsure else len(one.tokens)
-            stops, compared = stops + bool(unsure), compared + sure
-            assert one.tokens[:sure] == other.tokens[:sure]
-    record_property("tokens_compared", compared)
-    record_property("stopped_at_nearly_equal_logits", stops)
-    assert compared >= 100, f"{stops} of 16 comparisons stopped at nearly equal logits; the test says too little"
 
 
 def test_the_fixture_is_not_vacuous(bitwise):
