@@ -10,6 +10,14 @@ class UserError(ValueError):
     """A mistake in what the user gave. The message names the thing, what was expected, and the fix."""
 
 
+class ContentError(UserError):
+    """What the user named was found, and is not what it should be."""
+
+
+class TransientError(UserError):
+    """Nothing that the user gave is wrong: a disk or a server failed, and the same may work later."""
+
+
 def nearest(name: object, options: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the closest of `options`, or an empty string when none is close."""
     close = difflib.get_close_matches(str(name), [str(option) for option in options], n=1, cutoff=0.5)

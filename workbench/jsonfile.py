@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from workbench.errors import UserError, names, nearest
+from workbench.errors import TransientError, UserError, names, nearest
 
 
 def read_json(path: str | Path, what: str) -> object:
@@ -13,19 +13,30 @@ def read_json(path: str | Path, what: str) -> object:
 
     Raises UserError when the file is missing, unreadable or malformed, or repeats a key in one object.
     """
+    return parse_bytes(read_file(path, what), f"{what} {str(path)!r}")
+
+
+def read_file(path: str | Path, what: str) -> bytes:
+    """Return the bytes of the JSON file at `path`; `what` names it in errors."""
     path = Path(path)
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{what} {str(path)!r} does not exist{_nearest_sibling(path)}") from None
     except IsADirectoryError:
         inside = sorted(child.name for child in path.glob("*.json"))
         raise UserError(f"{what} {str(path)!r} is a folder, expected a JSON file; it holds {names(inside)}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{what} {str(path)!r} is not UTF-8 text (byte {error.start}), expected JSON") from None
     except OSError as error:
-        raise UserError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from None
-    return parse_json(text, f"{what} {str(path)!r}")
+        raise TransientError(f"{what} {str(path)!r} cannot be read: {error.strerror or error}") from None
+
+
+def parse_bytes(content: bytes, where: str) -> object:
+    """Return the JSON value in a file's `content`; `where` begins each error."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8 text (byte {error.start}), expected JSON") from None
+    return parse_json(text, where)
 
 
 def parse_json(text: str, where: str) -> object:

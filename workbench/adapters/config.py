@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import UserError, names, nearest
-from workbench.jsonfile import read_json
+from workbench.jsonfile import parse_bytes, read_file, read_json
 
 # keys that describe training, saving, or initialisation that leaves the base weights alone
 _HARMLESS = frozenset({
@@ -82,7 +82,13 @@ class AdapterConfig:
         Raises:
             UserError: missing or malformed file, or a feature that cannot be applied exactly.
         """
-        return cls.from_dict(read_object(path, "adapter config"), str(path))
+        return cls.from_bytes(read_file(path, "adapter config"), path)
+
+    @classmethod
+    def from_bytes(cls, content: bytes, path: Path) -> AdapterConfig:
+        """Check and convert the content of the adapter config that was read from `path`."""
+        where = f"adapter config {str(path)!r}"
+        return cls.from_dict(_as_object(parse_bytes(content, where), where), str(path))
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any], where: str) -> AdapterConfig:
@@ -141,9 +147,12 @@ class AdapterConfig:
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
     """Read a JSON object from `path`; a UserError names the file as `what` when it is missing or malformed."""
-    value = read_json(path, what)
+    return _as_object(read_json(path, what), f"{what} {str(path)!r}")
+
+
+def _as_object(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise UserError(f"{what} {str(path)!r} must hold a JSON object, not a {type(value).__name__}")
+        raise UserError(f"{where} must hold a JSON object, not a {type(value).__name__}")
     return value
 
 

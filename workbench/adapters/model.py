@@ -6,6 +6,7 @@ Contract: every tensor of the file ends up in a factor pair or in an error; noth
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from workbench.adapters.config import AdapterConfig
 from workbench.adapters.peft_save import own_factors
-from workbench.errors import UserError, names, nearest
+from workbench.errors import TransientError, UserError, names, nearest
+from workbench.jsonfile import read_file
 
 _TENSOR = re.compile(r"^(?P<path>.+)\.lora_(?P<factor>[AB])(?:\.[^.]+)?\.weight$")
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -67,17 +70,20 @@ class LoRAModel:
     @classmethod
     def from_files(cls, config_path: Path, weights_path: Path, name: str) -> LoRAModel:
         """Read an adapter whose two files have other names than PEFT's."""
-        config = AdapterConfig.read(config_path)
-        tensors = own_factors(read_tensors(weights_path, f"adapter {name!r}"), weights_path.parent.name)
-        pairs = _factor_pairs(tensors, name)
+        what = f"adapter {name!r}"
+        # each file is read once, so that the hash is that of what was parsed, even if a file changes meanwhile
+        settings = read_file(config_path, "adapter config")
+        config = AdapterConfig.from_bytes(settings, config_path)
+        weights = read_weights(weights_path, what)
+        pairs = _factor_pairs(own_factors(parse_tensors(weights, weights_path, what), weights_path.parent.name), name)
         a: dict[str, Tensor] = {}
         b: dict[str, Tensor] = {}
         for site, (down, up) in pairs.items():
             rank = _true_rank(name, site, down, up, config)
             a[site] = down.float().contiguous()
-            b[site] = (up.float() * config.scale_at(site, rank)).T.contiguous()
-        digest = hashlib.sha256(config_path.read_bytes())
-        digest.update(weights_path.read_bytes())
+            b[site] = up.T.float().contiguous().mul_(config.scale_at(site, rank))
+        digest = hashlib.sha256(settings)
+        digest.update(weights)
         return cls(name, config, a, b, digest.hexdigest())
 
     @property
@@ -142,9 +148,15 @@ def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
     Raises:
         UserError: no such file, a pickle file in its place, or corrupt content.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    return parse_tensors(read_weights(path, what), path, what)
 
+
+def read_weights(path: Path, what: str) -> bytes:
+    """Return the bytes of a safetensors file; `what` names it in errors.
+
+    Raises:
+        UserError: no such file, or a pickle file in its place; TransientError: the disk fails.
+    """
     if not path.is_file():
         pickles = sorted(p.name for p in path.parent.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".pkl"))
         if pickles:
@@ -154,8 +166,22 @@ def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
             )
         raise UserError(f"{what}: weights not found: {path}")
     try:
-        return load_file(path)
-    except (SafetensorError, ValueError, OSError) as error:
+        return path.read_bytes()
+    except OSError as error:
+        raise TransientError(f"{what}: {path} cannot be read: {error.strerror or error}") from None
+
+
+def parse_tensors(content: bytes, path: Path, what: str) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file's `content`, in memory of their own.
+
+    They never lie in a mapping of the file: an adapter overwritten on disk would change, or crash, the one that runs.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        return load(content)
+    except (SafetensorError, ValueError, KeyError) as error:
         raise UserError(f"{what}: {path} is not a readable safetensors file (truncated or corrupt?): {error}") from None
 
 
@@ -167,7 +193,10 @@ def _factor_pairs(tensors: Mapping[str, Tensor], name: str) -> dict[str, tuple[T
         if match is None:
             strange.append(key)
             continue
-        if not torch.isfinite(tensor).all():
+        if tensor.dtype not in _DTYPES:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(f"adapter {name!r}: tensor {key!r} is {kind}; expected {', '.join(_DTYPES.values())}")
+        if not _is_finite(tensor):
             raise UserError(f"adapter {name!r}: tensor {key!r} has NaN or infinite values")
         if tensor.dim() != 2:
             raise UserError(f"adapter {name!r}: tensor {key!r} has shape {list(tensor.shape)}; a matrix was expected")
@@ -187,6 +216,11 @@ def _factor_pairs(tensors: Mapping[str, Tensor], name: str) -> dict[str, tuple[T
     if not halves:
         raise UserError(f"adapter {name!r}: its weights file holds no LoRA tensors")
     return {site: (factors["A"], factors["B"]) for site, factors in halves.items()}
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # a sum is finite only if every summand is, and costs a tenth of looking at each; a sum of large ones may overflow
+    return math.isfinite(tensor.sum(dtype=torch.float32)) or bool(torch.isfinite(tensor).all())
 
 
 def _true_rank(name: str, site: str, down: Tensor, up: Tensor, config: AdapterConfig) -> int:
