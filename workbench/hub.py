@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from workbench.errors import UserError, names, nearest
+from workbench.errors import ContentError, TransientError, UserError, names, nearest
 from workbench.jsonfile import read_json
 from workbench.snapshot import DATA_FILES, PICKLE_SUFFIXES, TOKENIZER_FILES, Repo, fetch, refuse_pickles
 
@@ -175,16 +175,19 @@ def check_base(folder: Path) -> None:
 
 
 def check_adapter(folder: Path) -> None:
-    """Raise unless `folder` has an adapter's config and weights."""
+    """Raise unless `folder` has an adapter's config and weights, in files of its own."""
     label = f"adapter {str(folder)!r}"
     files = _file_names(folder)
     if ADAPTER_CONFIG not in files:
         if any(XLORA_CONFIG in name for name in files):
             inner = sorted(child.parent.name for child in folder.glob(f"*/{ADAPTER_CONFIG}"))
-            raise UserError(f"{label} is a mixture, expected one adapter, such as its folders {names(inner)}")
-        raise UserError(f"{label} has no {ADAPTER_CONFIG!r}{nearest(ADAPTER_CONFIG, files)}; it holds {names(files)}")
+            raise ContentError(f"{label} is a mixture, expected one adapter, such as its folders {names(inner)}")
+        hint = nearest(ADAPTER_CONFIG, files)
+        raise ContentError(f"{label} has no {ADAPTER_CONFIG!r}{hint}; it holds {names(files)}")
     if ADAPTER_WEIGHTS not in files:
         _report_no_weights(folder, label, repr(ADAPTER_WEIGHTS))
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        _refuse_outside(folder, name, label)
 
 
 def check_mixture(folder: Path) -> None:
@@ -216,7 +219,18 @@ def _report_no_weights(folder: Path, label: str, expected: str) -> None:
     files = _file_names(folder)
     refuse_pickles(files, label)
     weights = [name for name in files if name.endswith((".safetensors", ".gguf", *PICKLE_SUFFIXES))]
-    raise UserError(f"{label} has no weights: expected {expected}; it holds {names(weights or files)}")
+    raise ContentError(f"{label} has no weights: expected {expected}; it holds {names(weights or files)}")
+
+
+def _refuse_outside(folder: Path, name: str, label: str) -> None:
+    """Raise if `name` is a link that leads out of `folder`; in the Hub's cache every file is a link to its blobs."""
+    target, root = (folder / name).resolve(), folder.resolve()
+    repos = [parent.parent for parent in root.parents if parent.name == "snapshots"]
+    if not any(target.is_relative_to(inside) for inside in (root, *(repo / "blobs" for repo in repos))):
+        raise ContentError(
+            f"{label}: {name!r} is a link that leads out of the folder, to {str(target)!r}; copy the file, or name the "
+            "folder that holds it"
+        )
 
 
 def _demo_adapter(text: str) -> Path:
@@ -251,7 +265,10 @@ def _refuse_revision(revision: str | None, why: str) -> None:
 
 
 def _file_names(folder: Path) -> list[str]:
-    return sorted(child.name for child in folder.iterdir() if child.is_file())
+    try:
+        return sorted(child.name for child in folder.iterdir() if child.is_file())
+    except OSError as error:
+        raise TransientError(f"folder {str(folder)!r} cannot be read: {error.strerror or error}") from None
 
 
 def _is_file_name(name: object) -> bool:

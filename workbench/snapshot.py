@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from workbench.errors import UserError, names, nearest
+from workbench.errors import ContentError, TransientError, UserError, names, nearest
 
 DATA_FILES = ("*.json", "*.safetensors")
 TOKENIZER_FILES = ("*.model", "*.tiktoken", "*.jinja", "merges.txt", "vocab.txt")
@@ -55,7 +55,7 @@ def fetch(repo: Repo, token: str | None = None, offline: bool | None = None, pro
         )
     reason = unreachable(_endpoint(), REACH_TIMEOUT_S)
     if reason:
-        raise UserError(
+        raise TransientError(
             f"{repo.label} cannot be fetched: the Hub at {_shown_endpoint()} {reason}{found}. Check the "
             f"connection, or give the path of a local folder"
         )
@@ -162,7 +162,7 @@ def refuse_pickles(files: list[str], label: str) -> None:
     """Raise when pickled weights are among `files`: loading a pickle runs whatever code is in it."""
     pickles = [name for name in files if name.endswith(PICKLE_SUFFIXES)]
     if pickles:
-        raise UserError(
+        raise ContentError(
             f"{label} holds its weights only as {names(pickles, 4)}, a pickle file, which can run any code "
             f"when loaded and is refused; convert it to safetensors (safetensors.torch.save_file)"
         )
@@ -190,7 +190,16 @@ def _as_user_errors(repo: Repo, token: str | None) -> Iterator[None]:
         raise
     # httpx, requests, the Hub's own and the file system's errors share no base class
     except Exception as error:
-        raise UserError(f"{repo.label} cannot be fetched: {_explain(repo, error, token)}") from None
+        kind = UserError if _will_last(error) else TransientError
+        raise kind(f"{repo.label} cannot be fetched: {_explain(repo, error, token)}") from None
+
+
+def _will_last(error: Exception) -> bool:
+    """Whether asking again would give the same error."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is None:
+        return isinstance(error, ValueError) and not isinstance(error, OSError)
+    return 400 <= status < 500 and status not in (408, 429)
 
 
 def _explain(repo: Repo, error: Exception, token: str | None) -> str:
