@@ -217,7 +217,8 @@ def test_cached_decoding_equals_full_recomputation_over_two_turns(shelf, name, d
         assert (done.logits - logits[len(turn.prompt) - 1 :]).abs().max() < TOLERANCE
         assert done.scalings.shape == scalings.shape
         assert (done.scalings - scalings).abs().max() < TOLERANCE
-        turn = Job([*turn.prompt, *done.tokens, *random_ids(5, 2)], turn.who, max_tokens=8)
+        # long enough that the second turn's cache outgrows its first 64 positions while decoding
+        turn = Job([*turn.prompt, *done.tokens, *random_ids(42, 2)], turn.who, max_tokens=8)
 
 
 def test_reused_scalings_enter_the_cache_as_the_policy_says(shelf):

@@ -236,6 +236,32 @@ def test_decoding_goes_on_while_a_long_prompt_is_read(shelf):
         assert len(short.generated) == count
 
 
+def test_requests_take_turns_when_the_budget_does_not_reach_everyone(shelf):
+    engine = engine_on(shelf)
+    requests = [engine.submit("x", max_tokens=12, ignore_eos=True) for _ in range(5)]
+    engine.step()
+    engine.scheduler.max_rows = 2  # all five are decoding now
+    while all(request.finish_reason is None for request in requests):
+        engine.step()
+    assert min(len(request.generated) for request in requests) >= 8
+    finish(engine, *requests)
+
+
+def test_a_request_cancelled_while_its_rows_run_gets_no_token_of_that_step(engine):
+    """Whoever reads a stream may cancel another request from there."""
+    victim = None
+    first = engine.submit("x", max_tokens=6, ignore_eos=True, on_text=lambda _: engine.cancel(victim))
+    victim = engine.submit("y", max_tokens=6, ignore_eos=True, mixture="mix", request_id="victim")
+    with engine.record() as recorder:
+        while first.output.text == "" and first.finish_reason is None:
+            engine.step()
+    assert victim.finish_reason == "cancelled"
+    said = len(victim.generated)
+    finish(engine, first)
+    assert len(victim.generated) == said and recorder.trace("victim").num_tokens == 1 + said
+    assert sum(stream.num_bytes for request in (first, victim) for stream in request.streams.values()) == 0
+
+
 def test_the_scaling_stream_is_freed_when_its_scalings_are_frozen(engine):
     request = engine.submit("hello", mixture="mix", tgt_non_granular_index=2, max_tokens=8, ignore_eos=True)
     while len(request.generated) < 1:
