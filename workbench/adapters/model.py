@@ -88,7 +88,7 @@ class LoRAModel:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Module paths it changes, in file order."""
+        """Module paths it changes, by name."""
         return tuple(self.a)
 
     @property
@@ -172,7 +172,7 @@ def read_weights(path: Path, what: str) -> bytes:
 
 
 def parse_tensors(content: bytes, path: Path, what: str) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file's `content`, in memory of their own.
+    """Return the tensors of a safetensors file's `content` by name, in memory of their own.
 
     They never lie in a mapping of the file: an adapter overwritten on disk would change, or crash, the one that runs.
     """
@@ -180,9 +180,11 @@ def parse_tensors(content: bytes, path: Path, what: str) -> dict[str, Tensor]:
     from safetensors.torch import load
 
     try:
-        return load(content)
+        tensors = load(content)
     except (SafetensorError, ValueError, KeyError) as error:
         raise UserError(f"{what}: {path} is not a readable safetensors file (truncated or corrupt?): {error}") from None
+    # the library gives them in another order each time, and messages would follow
+    return dict(sorted(tensors.items()))
 
 
 def _factor_pairs(tensors: Mapping[str, Tensor], name: str) -> dict[str, tuple[Tensor, Tensor]]:
