@@ -1,72 +1,35 @@
 """LoRAManager: which adapters are known, where each lies, and who is using it.
 
-An adapter lies on one of three tiers: in a slot (it can run), in host memory, or on disk. Reading happens on worker
-threads; slots change only on the thread that runs the engine, between forwards.
+An adapter lies on one of three tiers: in a slot (it can run), in host memory, or on disk. Worker threads read; slots
+change only under `turn`, which an engine holds for each step, so never in the middle of a forward.
 
-Contract: an adapter with a lease (a request that runs) or a pin never leaves its slot, and never changes content.
+Contract: an adapter that a request runs on (a lease) or that is pinned never leaves its slot, and one that an
+unfinished request names stays registered with the content it had.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from workbench import hub
+from workbench.adapters.entry import Entry, frame_of
+from workbench.adapters.host import NEVER, HostTier
 from workbench.adapters.model import LoRAModel, LoRATargetModule
+from workbench.adapters.reading import Reader
 from workbench.adapters.slots import SlotTable
+from workbench.adapters.turn import Turn
 from workbench.adapters.types import LoRAConfig, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus, split_spec
 from workbench.errors import UserError, names, nearest
 
-
-@dataclass(eq=False)
-class Entry:
-    """What the manager knows of one adapter.
-
-    Attributes:
-        name, source: what it is called, and the folder or Hub id it came from.
-        where: `revision`, `token`, `offline` of a Hub id; the token shows in nothing.
-        content_hash: of what was first read; a later read must give the same.
-        num_bytes: of its factors in float32.
-        rank: its largest.
-        model: its factors on the host, or None when only the disk has them.
-        slot: its slot, or None.
-        leases: running requests that use it.
-        pinned: keep it in its slot.
-        used: when it was last asked for (a counter).
-        loading: the read under way, if one is.
-        leaving: unload it when its last lease ends.
-    """
-
-    name: str
-    source: str
-    where: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    content_hash: str = ""
-    num_bytes: int = 0
-    rank: int = 0
-    model: LoRAModel | None = field(default=None, repr=False)
-    slot: int | None = None
-    leases: int = 0
-    pinned: bool = False
-    used: int = 0
-    loading: Future | None = field(default=None, repr=False)
-    leaving: bool = False
-
-    @property
-    def tier(self) -> str:
-        """Where it lies: "slot", "host" or "disk" (or "loading", when it is on its way from there)."""
-        if self.slot is not None:
-            return "slot"
-        if self.model is not None:
-            return "host"
-        return "loading" if self.loading is not None else "disk"
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class LoRAManager:
-    """Holds an engine's adapters.
+    """Holds an engine's adapters; every method may be called from any thread.
 
     Args:
         slots: the engine's slot table.
@@ -80,11 +43,16 @@ class LoRAManager:
         self, slots: SlotTable, targets: Mapping[str, LoRATargetModule], base: str, config: LoRAConfig,
         place: Callable[[LoRAModel], None],
     ):
-        self.slots, self.targets, self.base, self.config = slots, targets, base, config
-        self._place = place
+        self.slots, self.config, self._place = slots, config, place
+        self.turn = Turn()
+        self._reader = Reader(targets, base, config.max_lora_rank)
         self._entries: dict[str, Entry] = {}
-        self._lock = threading.RLock()
-        self._workers = ThreadPoolExecutor(config.num_workers, thread_name_prefix="lora-load")
+        self._in_slots: dict[str, Entry] = {}
+        self._host = HostTier(config.max_host_bytes)
+        self._lock = threading.RLock()  # taken after `turn`, never before it
+        # apart, so that an adapter a request waits for is not queued behind a thousand new ones
+        self._loads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="lora-load")
+        self._reads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="lora-read")
         self._clock = 0
         self.counts = {"slot_hits": 0, "slot_loads": 0, "slot_evictions": 0, "disk_loads": 0}
 
@@ -109,49 +77,59 @@ class LoRAManager:
             return LoRAResponse(LoRAStatus.LOAD_INVALID_PATH, str(error))
         return self.load_all({named: source}, pinned=pinned, **where)[named]
 
-    def load_all(self, sources: Mapping[str, str], *, pinned: bool = False, **where: Any) -> dict[str, LoRAResponse]:
+    def load_all(
+        self, sources: Mapping[str, str | Path], *, pinned: bool = False, **where: Any
+    ) -> dict[str, LoRAResponse]:
         """Read several adapters on the worker threads at once; return each one's response."""
-        started = {name: self._workers.submit(self._read, name, source, where) for name, source in sources.items()}
-        return {
-            name: self._register(name, str(sources[name]), where, future, pinned) for name, future in started.items()
+        numbers = {name: self._tick() for name in sources}
+        started = {
+            name: self._loads.submit(self._load, name, str(source), where, numbers[name])
+            for name, source in sources.items()
         }
+        answers = {name: future.result() for name, future in started.items()}
+        if pinned:
+            answers = {name: self._pin_loaded(name, numbers[name], answer) for name, answer in answers.items()}
+        return answers
 
     def unload(self, name: str, *, in_use: str = "refuse") -> LoRAResponse:
         """Forget an adapter.
 
         Args:
             name: the adapter.
-            in_use: what to do when running requests use it: "refuse", or "wait" (it goes when the last of them ends,
-                and no new request may name it).
+            in_use: what to do when unfinished requests name it: "refuse", or "wait" (it goes when the last of them
+                ends, and no new request may name it).
         """
-        with self._lock:
+        if in_use not in ("refuse", "wait"):
+            raise UserError(f"in_use must be 'refuse' or 'wait', not {in_use!r}{nearest(in_use, ('refuse', 'wait'))}")
+        with self.turn, self._lock:
             entry = self._entries.get(name)
             if entry is None:
                 hint = nearest(name, self._entries)
                 return LoRAResponse(LoRAStatus.UNLOAD_NAME_NONEXISTENT, f"no adapter {name!r} is loaded{hint}")
-            if entry.leases and in_use != "wait":
-                count = f"{entry.leases} running request{'s use' if entry.leases > 1 else ' uses'}"
-                return LoRAResponse(LoRAStatus.UNLOAD_ERROR, f"{count} adapter {name!r}; wait for the end, or cancel")
-            if entry.leases:
+            count = "1 request" if entry.num_uses == 1 else f"{entry.num_uses} requests"
+            if entry.num_uses and in_use == "refuse":
+                return LoRAResponse(
+                    LoRAStatus.UNLOAD_ERROR,
+                    f"adapter {name!r} is in use by {count}; wait for the end, cancel, or unload with in_use='wait'",
+                )
+            if entry.num_uses:
                 entry.leaving = True
-                return LoRAResponse(LoRAStatus.SUCCESS, f"adapter {name!r} goes when its {entry.leases} requests end")
+                return LoRAResponse(LoRAStatus.SUCCESS, f"adapter {name!r} goes when the {count} that use it end")
             self._forget(entry)
             return LoRAResponse(LoRAStatus.SUCCESS, f"adapter {name!r} is unloaded")
 
     def pin(self, name: str) -> None:
-        """Put an adapter into a slot and keep it there."""
-        with self._lock:
-            entry = self._entry(name)
-            if not entry.pinned and sum(e.pinned for e in self._entries.values()) >= self.config.max_num_loras:
-                raise UserError(f"all {self.config.max_num_loras} slots hold pinned adapters; unpin one, or raise "
-                                "max_num_loras")
-            while (slot := self.acquire(name)) is None:
-                if entry.loading is None:
-                    raise UserError(f"no slot is free for {name!r}: requests use all {self.config.max_num_loras}")
-                entry.loading.exception()
-            assert slot == entry.slot
-            entry.pinned = True
-            self.release(name)
+        """Put an adapter into a slot and keep it there; waits until it is read.
+
+        Raises:
+            UserError: it is not loaded or is leaving, cannot be read, or finds no slot.
+        """
+        self.enter(name)
+        try:
+            while not self._pinned_now(name):
+                self.wait(1.0)
+        finally:
+            self.leave(name)
 
     def unpin(self, name: str) -> None:
         """Let a pinned adapter leave its slot when another needs it."""
@@ -159,11 +137,38 @@ class LoRAManager:
             self._entry(name).pinned = False
 
     def prefetch(self, name: str) -> None:
-        """Begin to read an adapter from disk, if that is where it lies; returns at once."""
+        """Begin to read an adapter, if it lies on disk and host memory has room for it; returns at once."""
         with self._lock:
             entry = self._entry(name)
-            if entry.model is None and entry.loading is None:
-                entry.loading = self._workers.submit(self._reread, entry)
+            if entry.tier != "disk":
+                return
+            waits_longer = any(e is not entry and e.users and e.tier == "disk" for e in self._entries.values())
+            if not waits_longer and self._host.has_room(entry, NEVER):
+                self._start_reading(entry)
+
+    def enter(self, name: str) -> None:
+        """Count a request that names an adapter: until its `leave` the adapter stays registered. It is prefetched.
+
+        Raises:
+            UserError: it is not loaded, or is leaving.
+        """
+        with self._lock:
+            entry = self._entry(name)
+            if entry.leaving:
+                raise UserError(f"adapter {name!r} is being unloaded; it takes no new requests")
+            if not entry.users:
+                entry.asked, entry.error = self._tick(), None
+            entry.users += 1
+            self.prefetch(name)
+
+    def leave(self, name: str) -> None:
+        """End what `enter` began."""
+        with self.turn, self._lock:
+            entry = self._entries[name]
+            assert entry.users > 0, f"a request left {name!r} twice"
+            entry.users -= 1
+            self._forget_if_done(entry)
+            self._host.trim()
 
     def acquire(self, name: str) -> int | None:
         """Return the slot of an adapter with a lease on it, or None when it cannot run yet.
@@ -171,59 +176,73 @@ class LoRAManager:
         None means that it is being read, or that every slot is leased or pinned: ask again after the next step.
 
         Raises:
-            UserError: it is not loaded, is leaving, or could not be read again.
+            UserError: it is not loaded, could not be read again, or can find no slot.
         """
-        with self._lock:
+        with self.turn, self._lock:
             entry = self._entry(name)
-            if entry.leaving:
-                raise UserError(f"adapter {name!r} is being unloaded; it takes no new requests")
-            self._clock += 1
-            entry.used = self._clock
             if entry.slot is not None:
                 self.counts["slot_hits"] += 1
             elif not self._bring_in(entry):
                 return None
+            entry.used = self._tick()
             entry.leases += 1
             return entry.slot
 
     def release(self, name: str) -> None:
         """End one lease."""
-        with self._lock:
+        with self.turn, self._lock:
             entry = self._entries[name]
             assert entry.leases > 0, f"a lease on {name!r} was ended twice"
             entry.leases -= 1
-            if entry.leaving and not entry.leases:
-                self._forget(entry)
+            self._forget_if_done(entry)
+
+    def is_reading(self, name: str) -> bool:
+        """Whether an adapter is on its way from disk."""
+        with self._lock:
+            return self._entry(name).loading is not None
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a read under way ends, at most `timeout_s` seconds."""
         with self._lock:
             pending = [entry.loading for entry in self._entries.values() if entry.loading is not None]
         if pending:
-            done = threading.Event()
-            for future in pending:
-                future.add_done_callback(lambda _: done.set())
-            done.wait(timeout_s)
+            wait(pending, timeout_s, FIRST_COMPLETED)
 
     def close(self) -> None:
         """Stop the worker threads."""
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._loads, self._reads):
+            workers.shutdown(wait=False, cancel_futures=True)
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
     def names(self) -> list[str]:
-        """Names of the registered adapters, in the order in which they were loaded."""
-        return list(self._entries)
+        """Names of the registered adapters, in the order in which they were asked for."""
+        return [entry.name for entry in self.entries()]
 
     def entries(self) -> list[Entry]:
-        """What is known of each adapter."""
-        return list(self._entries.values())
+        """What is known of each adapter, in the order in which they were asked for."""
+        with self._lock:
+            return sorted(self._entries.values(), key=lambda entry: entry.number)
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a table of the adapters: name, tier, slot, rank, num_bytes, users, leases, pinned, leaving, source."""
+        with self._lock:
+            return frame_of(self.entries())
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of factors in host memory that are in no slot."""
-        return sum(e.num_bytes for e in self._entries.values() if e.model is not None and e.slot is None)
+        """Bytes of factors on the host, or on their way there, that are in no slot."""
+        with self._lock:
+            return self._host.num_bytes
+
+    def _tick(self) -> int:
+        with self._lock:
+            self._clock += 1
+            return self._clock
 
     def _entry(self, name: str) -> Entry:
         if name not in self._entries:
@@ -231,90 +250,11 @@ class LoRAManager:
             raise UserError(f"no adapter {name!r} is loaded{nearest(name, known)}; loaded: {names(known)}")
         return self._entries[name]
 
-    def _bring_in(self, entry: Entry) -> bool:
-        if entry.loading is not None:
-            if not entry.loading.done():
-                return False
-            future, entry.loading = entry.loading, None
-            entry.model = future.result()  # a UserError of the read is this request's
-        if entry.model is None:
-            self.prefetch(entry.name)
-            return False
-        if not self._make_room():
-            return False
-        self._place(entry.model)
-        entry.slot = self.slots.put(entry.model)
-        self.counts["slot_loads"] += 1
-        self._trim_host()
-        return True
-
-    def _make_room(self) -> bool:
-        held = [e for e in self._entries.values() if e.slot is not None]
-        if len(held) < self.config.max_num_loras:
-            return True
-        idle = [e for e in held if not e.leases and not e.pinned]
-        if not idle:
-            return False
-        oldest = min(idle, key=lambda e: e.used)
-        self.slots.drop(oldest.slot)
-        oldest.slot = None
-        self.counts["slot_evictions"] += 1
-        return True
-
-    def _trim_host(self) -> None:
-        limit = self.config.max_host_bytes
-        if limit is None:
-            return
-        idle = sorted((e for e in self._entries.values() if e.model is not None and e.slot is None),
-                      key=lambda e: e.used)
-        while idle and self.host_bytes > limit:
-            idle.pop(0).model = None
-
-    def _forget(self, entry: Entry) -> None:
-        if entry.slot is not None:
-            self.slots.drop(entry.slot)
-            entry.slot = None
-        if entry.loading is not None:
-            entry.loading.cancel()
-        del self._entries[entry.name]
-
-    def _read(self, name: str, source: str, where: Mapping[str, Any]) -> LoRAModel | LoRAResponse:
-        """Read and check an adapter, on a worker thread; a user's mistake comes back as a response."""
-        try:
-            folder = hub.resolve_adapter(source, **where)
-        except UserError as error:
-            return LoRAResponse(LoRAStatus.LOAD_INVALID_PATH, str(error))
-        except OSError as error:
-            return LoRAResponse(LoRAStatus.LOAD_ERROR, f"adapter {name!r} from {source!r}: {error}")
-        try:
-            model = LoRAModel.read(folder, name).fit(self.targets, self.base)
-        except UserError as error:
-            return LoRAResponse(LoRAStatus.LOAD_INVALID_ADAPTER, str(error))
-        except OSError as error:
-            return LoRAResponse(LoRAStatus.LOAD_ERROR, f"adapter {name!r} in {str(folder)!r}: {error}")
-        if model.rank > self.config.max_lora_rank:
-            return LoRAResponse(
-                LoRAStatus.LOAD_INVALID_ADAPTER,
-                f"adapter {name!r} has rank {model.rank}, but max_lora_rank is {self.config.max_lora_rank}; raise it",
-            )
-        return model
-
-    def _reread(self, entry: Entry) -> LoRAModel:
-        self.counts["disk_loads"] += 1
-        model = self._read(entry.name, entry.source, entry.where)
-        if isinstance(model, LoRAResponse):
-            raise UserError(model.message)
-        if model.content_hash != entry.content_hash:
-            raise UserError(
-                f"adapter {entry.name!r} in {entry.source!r} has changed since it was loaded; unload it, then load it "
-                "again"
-            )
-        return model
-
-    def _register(
-        self, name: str, source: str, where: Mapping[str, Any], future: Future, pinned: bool
-    ) -> LoRAResponse:
-        model = future.result()
+    def _load(self, name: str, source: str, where: Mapping[str, Any], number: int) -> LoRAResponse:
+        """Read and register one adapter, on a worker thread."""
+        if not isinstance(name, str) or not name.strip():
+            return LoRAResponse(LoRAStatus.LOAD_INVALID_PATH, f"{name!r} cannot name the adapter from {source!r}")
+        model = self._reader.read(name, source, where)
         if isinstance(model, LoRAResponse):
             return model
         with self._lock:
@@ -326,14 +266,126 @@ class LoRAManager:
                     "this one under another name",
                 )
             if known is None:
-                self._clock += 1
-                self._entries[name] = Entry(name, source, dict(where), model.content_hash, model.num_bytes, model.rank,
-                                            model, used=self._clock)
-                self._trim_host()
-        if pinned:
-            try:
-                self.pin(name)
-            except UserError as error:
-                return LoRAResponse(LoRAStatus.LOAD_ERROR, str(error))
+                known = Entry(name, source, dict(where), model.content_hash, model.num_bytes, model.rank, number, model,
+                              used=self._tick())
+                self._entries[name] = known
+                self._host.add(known)
+                self._host.trim()
+            else:
+                # the same content from a new place: the old one may be gone when it is read again
+                known.source, known.where, known.leaving = source, dict(where), False
         return LoRAResponse(LoRAStatus.SUCCESS, f"adapter {name!r} is loaded: rank {model.rank}, "
                             f"{len(model.sites)} sites, {model.num_bytes / 1e6:.2f} MB")
+
+    def _pin_loaded(self, name: str, number: int, answer: LoRAResponse) -> LoRAResponse:
+        if not answer.ok:
+            return answer
+        try:
+            self.pin(name)
+        except UserError as error:
+            with self.turn, self._lock:
+                entry = self._entries.get(name)
+                # a load that fails leaves nothing behind, but what was there before stays
+                if entry is not None and entry.number == number and not entry.num_uses:
+                    self._forget(entry)
+            return LoRAResponse(LoRAStatus.LOAD_ERROR, str(error))
+        return answer
+
+    def _pinned_now(self, name: str) -> bool:
+        """Pin an adapter if it is read; False when it must be waited for."""
+        with self.turn, self._lock:
+            entry = self._entry(name)
+            pinned = [other.name for other in self._in_slots.values() if other.pinned and other is not entry]
+            if len(pinned) >= self.config.max_num_loras:
+                raise UserError(f"no slot is left to pin {name!r}: {self._all_pinned(pinned)}")
+            entry.asked = 0  # before every request that waits
+            if entry.slot is None and not self._bring_in(entry):
+                if entry.model is None:
+                    return False
+                raise UserError(f"no slot is free for {name!r}: requests use all {self.config.max_num_loras}")
+            entry.used, entry.pinned = self._tick(), True
+            return True
+
+    def _all_pinned(self, pinned: list[str]) -> str:
+        return (
+            f"all {self.config.max_num_loras} slots hold pinned adapters ({names(pinned, 4)}); unpin one, or raise "
+            "max_num_loras"
+        )
+
+    def _bring_in(self, entry: Entry) -> bool:
+        """Put an adapter into a slot; False, with a read begun where that is possible, when it cannot be done yet."""
+        if entry.error is not None:
+            message, entry.error = entry.error, None
+            raise UserError(message)
+        if entry.model is None:
+            if entry.loading is None and self._host.has_room(entry, entry.asked):
+                self._start_reading(entry)
+            return False
+        if not self._free_a_slot(entry):
+            return False
+        try:
+            self._place(entry.model)
+            entry.slot = self.slots.put(entry.model)
+        except (RuntimeError, MemoryError) as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"adapter {entry.name!r} cannot be put into a slot: {first}") from error
+        self._in_slots[entry.name] = entry
+        self._host.discard(entry)
+        self.counts["slot_loads"] += 1
+        self._host.trim()
+        return True
+
+    def _free_a_slot(self, entry: Entry) -> bool:
+        held = self._in_slots.values()
+        if len(held) < self.config.max_num_loras:
+            return True
+        if all(other.pinned for other in held):
+            raise UserError(f"adapter {entry.name!r} cannot run: {self._all_pinned([e.name for e in held])}")
+        idle = [other for other in held if not other.leases and not other.pinned]
+        if not idle:
+            return False
+        # those that nobody waits for first, the least recently used first; then whose turn comes last
+        self._vacate(min(idle, key=lambda e: (1, -e.asked) if e.users else (0, e.used)))
+        self.counts["slot_evictions"] += 1
+        return True
+
+    def _vacate(self, entry: Entry) -> None:
+        self.slots.drop(entry.slot)
+        entry.slot = None
+        del self._in_slots[entry.name]
+        self._host.add(entry)
+
+    def _start_reading(self, entry: Entry) -> None:
+        self._host.add(entry)
+        entry.loading = self._reads.submit(self._reread, entry)
+
+    def _reread(self, entry: Entry) -> None:
+        """Read a registered adapter again, on a worker thread."""
+        model = self._reader.read(entry.name, entry.source, entry.where)
+        with self._lock:
+            self.counts["disk_loads"] += 1
+            entry.loading = None
+            if isinstance(model, LoRAResponse):
+                entry.error = model.message
+            elif model.content_hash != entry.content_hash:
+                entry.error = (
+                    f"adapter {entry.name!r} in {entry.source!r} has changed since it was loaded; unload it, then load "
+                    "it again"
+                )
+            else:
+                entry.model = model
+            if entry.model is None:
+                self._host.discard(entry)
+            self._host.trim()
+
+    def _forget_if_done(self, entry: Entry) -> None:
+        if entry.leaving and not entry.num_uses:
+            self._forget(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        if entry.slot is not None:
+            self._vacate(entry)
+        if entry.loading is not None:
+            entry.loading.cancel()
+        self._host.discard(entry)
+        del self._entries[entry.name]

@@ -108,9 +108,14 @@ class SlotTable:
     def put(self, adapter: LoRAModel) -> int:
         """Load an adapter that fits the base (`LoRAModel.fit`) into the lowest free slot and return the slot."""
         slot = next(i for i in range(len(self.adapters) + 1) if i not in self.adapters)
-        for site in adapter.sites:
-            a, b = adapter.a[site], adapter.b[site]
-            self.site(site, a.shape[1], b.shape[1]).put(slot, a, b)
+        try:
+            for site in adapter.sites:
+                a, b = adapter.a[site], adapter.b[site]
+                self.site(site, a.shape[1], b.shape[1]).put(slot, a, b)
+        except BaseException:  # the rows already there would be the next adapter's in this slot
+            for table in self.sites.values():
+                table.drop(slot)
+            raise
         self.adapters[slot] = adapter
         return slot
 

@@ -110,13 +110,30 @@ class LoRAConfig:
     num_workers: int = 2
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lora_paths", tuple(self.lora_paths))
+        if isinstance(self.lora_paths, (list, tuple)):
+            object.__setattr__(self, "lora_paths", tuple(self.lora_paths))
         check_types(self, SECTION)
+        self.sources()
         require_range(SECTION, "max_lora_rank", self.max_lora_rank, 1)
         require_range(SECTION, "max_num_loras", self.max_num_loras, 1)
         require_range(SECTION, "num_workers", self.num_workers, 1, 64)
         if self.max_host_bytes is not None:
             require_range(SECTION, "max_host_bytes", self.max_host_bytes, 0)
+
+    def sources(self) -> dict[str, str]:
+        """Return name -> source of `lora_paths`."""
+        found: dict[str, str] = {}
+        for spec in self.lora_paths:
+            if not isinstance(spec, str):
+                raise UserError(f"{SECTION}: 'lora_paths' holds {spec!r}, expected texts such as name=path")
+            name, source = split_spec(spec)
+            if found.get(name, source) != source:
+                raise UserError(
+                    f"{SECTION}: 'lora_paths' gives {name!r} two sources, {found[name]!r} and {source!r}; write "
+                    "another-name=path for one of them"
+                )
+            found[name] = source
+        return found
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], where: str = SECTION) -> LoRAConfig:
@@ -144,4 +161,9 @@ def split_spec(spec: str) -> tuple[str, str]:
         return name.strip(), source.strip()
     if not spec.strip():
         raise UserError("an adapter's source is empty; give a folder, a Hub id, or name=source")
-    return Path(spec).name, spec
+    last = Path(spec).name
+    if last in ("", ".."):
+        last = Path(spec).resolve().name
+    if not last:
+        raise UserError(f"{spec!r} has no last part to name an adapter by; write name={spec}")
+    return last, spec

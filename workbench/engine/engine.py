@@ -76,7 +76,7 @@ class Engine:
         self.num_steps = self.num_rows = self.num_scaling_rows = 0
         self._recorders: list[Recorder] = []
         self._num_requests = 0
-        for answer in self.adapters.load_all(dict(map(split_spec, self.adapters.config.lora_paths))).values():
+        for answer in self.adapters.load_all(self.adapters.config.sources()).values():
             answer.raise_for_status()
 
     @classmethod
@@ -156,8 +156,9 @@ class Engine:
         if name in self.adapters:
             self.adapters.unload(name).raise_for_status()
             return
-        for slot in self.mixtures.pop(name).slots:
-            self.slots.drop(slot)
+        with self.adapters.turn:
+            for slot in self.mixtures.pop(name).slots:
+                self.slots.drop(slot)
 
     def submit(
         self, prompt: Any, *, adapter: str | None = None, mixture: str | None = None,
@@ -184,7 +185,7 @@ class Engine:
         chosen = policy_of(tgt_non_granular_index, policy, mixture)
         if adapter is not None and mixture is not None:
             raise UserError(f"name an adapter ({adapter!r}) or a mixture ({mixture!r}), not both")
-        require_loaded(adapter, "adapter", self.adapters.names())
+        require_loaded(adapter, "adapter", self.adapters)
         require_loaded(mixture, "mixture", self.mixtures)
         ids = self.prompts.encode(prompt, sampling.max_tokens)
         request_id = self._new_id(request_id)
@@ -197,7 +198,7 @@ class Engine:
             policy=chosen, drafting=self.config.drafting, on_text=on_text,
         )
         if adapter is not None:
-            self.adapters.prefetch(adapter)
+            self.adapters.enter(adapter)
         self.scheduler.add(request)
         return request
 
@@ -256,18 +257,20 @@ class Engine:
         """Run one forward and return the requests that finished in it; nothing to run is no error."""
         if not self.scheduler.has_work():
             return []
-        batch = self.scheduler.next_batch()
-        if not batch.spans:  # everyone waits for an adapter to be read, or has failed to get one
+        with self.adapters.turn:  # slots change between steps only
+            batch = self.scheduler.next_batch()
+            if batch.spans:
+                hidden = self.model.hidden(batch)
+                scalings = self._classify(hidden, batch)
+                chosen = self._choose(self.model.logits(hidden, batch), batch)
+                finished = self.scheduler.commit(batch, chosen, scalings)
+                self._count(batch)
+                return self._finished(finished)
+            # everyone waits for an adapter to be read, or has failed to get one
             finished = self._finished(self.scheduler.sweep())
-            if not finished:
-                self.adapters.wait(_READ_WAIT_S)
-            return finished
-        hidden = self.model.hidden(batch)
-        scalings = self._classify(hidden, batch)
-        chosen = self._choose(self.model.logits(hidden, batch), batch)
-        finished = self.scheduler.commit(batch, chosen, scalings)
-        self._count(batch)
-        return self._finished(finished)
+        if not finished:
+            self.adapters.wait(_READ_WAIT_S)
+        return finished
 
     def stats(self) -> dict[str, int]:
         """Return counts since the engine was made: steps (one forward each), rows, scaling rows, requests, KV bytes."""
@@ -325,20 +328,23 @@ class Engine:
             if request.has_lease:
                 request.has_lease = False
                 self.adapters.release(request.adapter)
+            if request.adapter is not None:
+                self.adapters.leave(request.adapter)
             for recorder in self._recorders:
                 recorder.add(request.id, lambda request=request: trace_of(request, self.tokenizer, labels))
         return requests
 
     def _install(self, mixture: Mixture) -> None:
         slots: list[int] = []
-        try:
-            for adapter in mixture.adapters:
-                self._wrap(adapter)
-                slots.append(self.slots.put(adapter))
-        except BaseException:
-            for slot in slots:
-                self.slots.drop(slot)
-            raise
+        with self.adapters.turn:
+            try:
+                for adapter in mixture.adapters:
+                    self._wrap(adapter)
+                    slots.append(self.slots.put(adapter))
+            except BaseException:
+                for slot in slots:
+                    self.slots.drop(slot)
+                raise
         self.mixtures[mixture.name] = mixture.placed(tuple(slots), self.model.dtype, self.device)
 
     def _wrap(self, adapter: LoRAModel) -> None:
@@ -349,9 +355,12 @@ class Engine:
         if request.adapter is None:
             return True
         slot = self.adapters.acquire(request.adapter)
-        if slot is not None:
-            request.slot, request.has_lease = slot, True
-        return slot is not None
+        if slot is None:
+            # a slow disk holds up its own requests only; want of a slot, in the end, those behind it too
+            request.times_passed += not self.adapters.is_reading(request.adapter)
+            return False
+        request.slot, request.has_lease = slot, True
+        return True
 
     def _check_new(self, name: str) -> None:
         if name in self.adapters or name in self.mixtures:

@@ -17,6 +17,7 @@ from workbench.errors import UserError
 
 _DECODE_ROWS = 2  # one adapted row and one scaling row
 _PATIENCE = 64  # steps a request is passed over for want of a slot, before those behind it wait too
+_LOOK_AHEAD = 8  # how far a step looks past requests that cannot run yet, in times `max_requests`
 
 
 class Scheduler:
@@ -27,7 +28,8 @@ class Scheduler:
         max_requests: most requests running at once.
         device: where batches go.
         row_padding, reference_attention: passed to every batch.
-        admit: called with a waiting request; False when it cannot run yet, a UserError when it never can.
+        admit: called with a waiting request; False when it cannot run yet, a UserError when it never can. It counts in
+            `times_passed` the steps the request waited for a slot.
     """
 
     def __init__(
@@ -108,25 +110,34 @@ class Scheduler:
     def _admit_waiting(self) -> None:
         """Start waiting requests, oldest first; one that cannot run yet is passed over, but not for ever."""
         passed: list[Request] = []
-        # no more than `max_requests` are looked at, so a step's work does not grow with the queue
-        for _ in range(min(len(self.waiting), self.max_requests)):
-            if len(self.running) >= self.max_requests:
-                break
-            request = self.waiting.popleft()
-            if passed and passed[0].times_passed > _PATIENCE and request.adapter is not None:
-                passed.append(request)
-                continue
-            try:
-                ready = self._admit(request)
-            except UserError as error:
-                request.finish("error", str(error))
-                ready = True  # the sweep takes it out
-            if ready:
-                self.running.append(request)
-            else:
-                request.times_passed += 1
-                passed.append(request)
-        self.waiting.extendleft(reversed(passed))
+        not_ready: set[str] = set()
+        starved = False
+        try:
+            # a bound, so that a step's work does not grow with the queue
+            for _ in range(min(len(self.waiting), _LOOK_AHEAD * self.max_requests)):
+                if len(self.running) >= self.max_requests:
+                    break
+                request = self.waiting.popleft()
+                if request.adapter is not None and (starved or request.adapter in not_ready):
+                    passed.append(request)
+                elif self._admits(request):
+                    self.running.append(request)
+                else:
+                    passed.append(request)
+                    not_ready.add(request.adapter)
+                    starved = request.times_passed > _PATIENCE
+        finally:
+            self.waiting.extendleft(reversed(passed))
+
+    def _admits(self, request: Request) -> bool:
+        try:
+            return self._admit(request)
+        except UserError as error:
+            request.finish("error", str(error))
+            return True  # the sweep takes it out
+        except BaseException:
+            self.waiting.appendleft(request)
+            raise
 
     @staticmethod
     def _take(request: Request, budget: int, plans: list[SpanPlan]) -> int:

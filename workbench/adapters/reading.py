@@ -1,0 +1,66 @@
+"""From what a user calls an adapter to its factors, or to the status and the sentence that say why not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workbench import hub
+from workbench.adapters.model import LoRAModel, LoRATargetModule
+from workbench.adapters.types import LoRAResponse, LoRAStatus
+from workbench.errors import ContentError, TransientError, UserError
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads adapters for one base; safe to call from any thread.
+
+    Attributes:
+        targets: module path -> site of the base.
+        base: the base's name, for errors.
+        max_rank: adapters of a larger rank are refused.
+    """
+
+    targets: Mapping[str, LoRATargetModule]
+    base: str
+    max_rank: int
+
+    def read(self, name: str, source: str, where: Mapping[str, Any]) -> LoRAModel | LoRAResponse:
+        """Return the adapter, checked against the base, or why it cannot be had; raises nothing.
+
+        Args:
+            name: what requests call it.
+            source: folder or Hub id.
+            where: `revision`, `token`, `offline` of a Hub id.
+        """
+        try:
+            return self._read(name, source, where)
+        except TransientError as error:
+            return LoRAResponse(LoRAStatus.LOAD_ERROR, str(error))
+        except ContentError as error:
+            return LoRAResponse(LoRAStatus.LOAD_INVALID_ADAPTER, str(error))
+        except UserError as error:
+            return LoRAResponse(LoRAStatus.LOAD_INVALID_PATH, str(error))
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            return LoRAResponse(LoRAStatus.LOAD_ERROR, f"adapter {name!r} from {source!r} cannot be read: {reason}")
+        # whatever else goes wrong is this adapter's: a thread that died of it would leave its requests waiting
+        except Exception as error:
+            return LoRAResponse(
+                LoRAStatus.LOAD_ERROR, f"adapter {name!r} from {source!r}: unexpected {type(error).__name__}: {error}"
+            )
+
+    def _read(self, name: str, source: str, where: Mapping[str, Any]) -> LoRAModel:
+        folder = hub.resolve_adapter(source, **where)
+        try:
+            model = LoRAModel.read(folder, name).fit(self.targets, self.base)
+        except TransientError:
+            raise
+        except UserError as error:
+            raise ContentError(str(error)) from None
+        if model.rank > self.max_rank:
+            raise ContentError(
+                f"adapter {name!r} has rank {model.rank}, but max_lora_rank is {self.max_rank}; raise max_lora_rank"
+            )
+        return model
