@@ -113,6 +113,21 @@ def test_the_end_token_ends_and_is_not_text(engine):
     assert (request.finish_reason, request.output.text) == ("length", "abcd")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_half_precision_a_mixture_is_near_float32_and_its_scalings_are_float32(shelf, engine, dtype):
+    half = engine_on(shelf, dtype=dtype)
+    traces = []
+    for each in (engine, half):
+        Probe(each, forced={"mine": byte_ids(" world")})
+        with each.record() as recorder:
+            request = each.submit("hello", request_id="mine", mixture="mix", max_tokens=6, ignore_eos=True)
+            finish(each, request)
+        traces.append(recorder.trace())
+    exact, rough = (trace.values[:-1] for trace in traces)
+    assert abs(rough - exact).max() < 0.1 and abs(rough.sum(-1) - 1).max() < 1e-6
+    assert traces[1].metadata["dtype"] == dtype
+
+
 # streams and stop strings
 
 
