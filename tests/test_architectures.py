@@ -5,7 +5,17 @@ The reference is transformers' own model with its own eager attention, one seque
 
 import pytest
 import torch
-from models import CONFIGS, Probe, greedy_tokens_agree, random_ids, save_base, tiny_model
+from models import (
+    CONFIGS,
+    Adapter,
+    MixtureSpec,
+    Probe,
+    by_definition,
+    greedy_tokens_agree,
+    random_ids,
+    save_base,
+    tiny_model,
+)
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from workbench import Engine, UserError
@@ -51,6 +61,27 @@ def test_packed_rows_equal_each_sequence_alone(kind, changes, tmp_path):
         assert greedy_tokens_agree(done.token_ids, theirs)
         hidden = torch.stack([probe.hidden[done.request_id, ADAPTED, at] for at in range(len(ids) - 1)])
         assert (hidden - reference.hidden_states[-1][0]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", SUPPORTED)
+@pytest.mark.filterwarnings("ignore:the mixture was made for base")
+def test_a_mixture_equals_its_definition(kind, tmp_path):
+    """Every linear module but the head carries deltas, in the scaling pass too; two requests decode in small steps."""
+    model = tiny_model(kind)
+    adapters = {"a": Adapter("all-linear", seed=1), "b": Adapter("all-linear", rank=2, seed=2)}
+    spec = MixtureSpec(adapters, {"layerwise_scalings": True, "scaling_pass_value": 0.3})
+    engine = Engine(save_base(model, tmp_path / "tiny"), max_rows_per_step=8)
+    engine.load_mixture(spec.write(tmp_path / "m", model), "m")
+    probe, recorder = Probe(engine), engine.record("scalings")
+    prompts = [random_ids(length, seed=length) for length in (11, 3)]
+    for prompt, done in zip(
+        prompts, engine.generate(prompts, mixture="m", max_tokens=NEW_TOKENS, ignore_eos=True), strict=True
+    ):
+        logits, scalings = by_definition(model, spec, [*prompt, *done.token_ids[:-1]])
+        ours = probe.decoded(done.request_id, len(prompt) - 1, NEW_TOKENS)
+        assert (ours - logits[len(prompt) - 1 :]).abs().max() < TOLERANCE
+        values = torch.from_numpy(recorder.trace(done.request_id).values[:-1])
+        assert (values - scalings).abs().max() < TOLERANCE
 
 
 def test_every_supported_architecture_has_settings():
