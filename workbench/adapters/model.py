@@ -80,8 +80,11 @@ class LoRAModel:
         b: dict[str, Tensor] = {}
         for site, (down, up) in pairs.items():
             rank = _true_rank(name, site, down, up, config)
-            a[site] = down.float().contiguous()
-            b[site] = up.T.float().contiguous().mul_(config.scale_at(site, rank))
+            a[site] = down.contiguous()
+            b[site] = up.T.contiguous().mul_(config.scale_at(site, rank))
+            if not _is_finite(b[site]):
+                scale = config.scale_at(site, rank)
+                raise UserError(f"adapter {name!r}: lora_B of {site!r} times its scale {scale:g} is infinite")
         digest = hashlib.sha256(settings)
         digest.update(weights)
         return cls(name, config, a, b, digest.hexdigest())
@@ -179,6 +182,8 @@ def parse_tensors(content: bytes, path: Path, what: str) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
+    if content.startswith(b"version https://git-lfs"):
+        raise UserError(f"{what}: {path} is a Git LFS pointer, not the weights; fetch them with 'git lfs pull'")
     try:
         tensors = load(content)
     except (SafetensorError, ValueError, KeyError) as error:
@@ -188,6 +193,7 @@ def parse_tensors(content: bytes, path: Path, what: str) -> dict[str, Tensor]:
 
 
 def _factor_pairs(tensors: Mapping[str, Tensor], name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return site -> its float32 A `[rank, in]` and B `[out, rank]`."""
     halves: dict[str, dict[str, Tensor]] = {}
     strange = []
     for key, tensor in tensors.items():
@@ -198,6 +204,7 @@ def _factor_pairs(tensors: Mapping[str, Tensor], name: str) -> dict[str, tuple[T
         if tensor.dtype not in _DTYPES:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise UserError(f"adapter {name!r}: tensor {key!r} is {kind}; expected {', '.join(_DTYPES.values())}")
+        tensor = tensor.float()
         if not _is_finite(tensor):
             raise UserError(f"adapter {name!r}: tensor {key!r} has NaN or infinite values")
         if tensor.dim() != 2:
@@ -222,7 +229,7 @@ def _factor_pairs(tensors: Mapping[str, Tensor], name: str) -> dict[str, tuple[T
 
 def _is_finite(tensor: Tensor) -> bool:
     # a sum is finite only if every summand is, and costs a tenth of looking at each; a sum of large ones may overflow
-    return math.isfinite(tensor.sum(dtype=torch.float32)) or bool(torch.isfinite(tensor).all())
+    return math.isfinite(tensor.sum()) or bool(torch.isfinite(tensor).all())
 
 
 def _true_rank(name: str, site: str, down: Tensor, up: Tensor, config: AdapterConfig) -> int:

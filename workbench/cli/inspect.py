@@ -64,9 +64,12 @@ def _is_mixture(folder: Path) -> bool:
     from workbench.adapters.config import read_object
 
     config = folder / "adapter_config.json"
-    if config.is_file():
+    if not config.is_file():
+        return not any(folder.glob("adapter_model.*"))
+    try:
         return str(read_object(config, "adapter config").get("peft_type", "")).upper() == "XLORA"
-    return True
+    except UserError:  # said again, as a problem, when the adapter is read
+        return False
 
 
 def _targets(base: str) -> Any:
