@@ -187,7 +187,7 @@ ZOO: dict[str, Animal] = {
     "alpha-nan": Animal(config(lora_alpha=float("nan")), "lora_alpha must be a finite number, not nan"),
     "alpha-too-large": Animal(config(lora_alpha=1e300), "times its scale 2.5e.299 is infinite"),
     "bad-pattern": Animal(config(target_modules="(q_proj"), "target_modules '.q_proj' is no regular expression"),
-    "dora": Animal(config(use_dora=True), "cannot be applied exactly: it uses use_dora"),
+    "dora": Animal(config(use_dora=True), "config sets use_dora, but lora_magnitude_vector is missing at 4 sites"),
     "saves-modules": Animal(config(modules_to_save=["lm_head"]), "it uses modules_to_save"),
     "bias": Animal(config(bias="all"), "bias='all'"),
     "other-method": Animal(config(peft_type="LOHA"), "peft_type is 'LOHA'; only LORA adapters"),

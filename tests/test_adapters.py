@@ -104,7 +104,7 @@ def test_content_decides_the_hash_and_the_name_does_not(folder, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"use_dora": True}, "it uses use_dora .DoRA"),
+        ({"use_dora": True}, "sets use_dora, but lora_magnitude_vector is missing at 4 sites"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "all"}, "bias='all'"),
         ({"bias": "lora_only"}, "bias='lora_only'"),
@@ -147,8 +147,8 @@ def test_what_cannot_be_applied_exactly_is_refused_by_name(folder, changes, mess
 
 def test_the_config_is_refused_before_weights_are_read(folder):
     (folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(UserError, match="use_dora"):
-        load(edit_config(folder, use_dora=True))
+    with pytest.raises(UserError, match="lora_bias"):
+        load(edit_config(folder, lora_bias=True))
 
 
 def test_every_feature_at_its_harmless_value_loads(folder):
@@ -186,7 +186,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         (with_tensor(f"{Q}.lora_A.weight", torch.zeros(3, 31)), "is 32 -> 48 in the base, 31 -> 48 in the adapter"),
         (with_tensor(f"{Q}.lora_A.weight", torch.zeros(3)), r"has shape \[3\]; a matrix was expected"),
         (with_tensor(f"{Q}.lora_magnitude_vector", torch.zeros(48)), "1 tensors are neither lora_A nor lora_B"),
-        (with_tensor(f"{Q}.lora_embedding_A", torch.zeros(3, 97)), "nothing may be dropped"),
+        (with_tensor(f"{Q}.lora_embedding_A", torch.zeros(3, 97)), "two tensors hold lora_A of"),
         (with_tensor("base_model.model.lm_head.weight", torch.zeros(97, 32)), "'base_model.model.lm_head.weight'"),
         (with_tensor(f"{Q}.lora_A.default.weight", torch.zeros(3, 32)), "two tensors hold lora_A of"),
         (lambda t: {k: v for k, v in t.items() if k != f"{Q}.lora_B.weight"}, "only one of lora_A and lora_B is there"),

@@ -22,11 +22,10 @@ _HARMLESS = frozenset({
     "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
     "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "megatron_config", "megatron_core",
     "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config",
-    "target_modules", "task_type", "use_rslora",
+    "target_modules", "task_type", "use_dora", "use_rslora",
 })  # fmt: skip
 # key -> why an adapter that sets it is refused
 _REFUSED = {
-    "use_dora": "DoRA rescales the base weight's columns",
     "modules_to_save": "it replaces whole modules of the base",
     "lora_bias": "it adds biases to B",
     "layer_replication": "it repeats layers of the base",
@@ -55,6 +54,7 @@ class AdapterConfig:
         r: default rank, at least 1.
         lora_alpha: default numerator of the scale.
         use_rslora: scale by alpha / sqrt(rank) instead of alpha / rank.
+        use_dora: the rows of W + BA get the lengths in `lora_magnitude_vector`.
         rank_pattern: module pattern -> rank, overriding `r`.
         alpha_pattern: module pattern -> alpha, overriding `lora_alpha`.
         target_modules: list, regular expression or "all-linear"; None when the file names none.
@@ -67,6 +67,7 @@ class AdapterConfig:
     r: int
     lora_alpha: float
     use_rslora: bool = False
+    use_dora: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     target_modules: tuple[str, ...] | str | None = None
@@ -99,13 +100,14 @@ class AdapterConfig:
             raise UserError(f"{where}: r must be a whole number of at least 1, not {rank!r}")
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
             raise UserError(f"{where}: lora_alpha must be a finite number, not {alpha!r}")
-        rslora = given.get("use_rslora", False)
-        if rslora not in (True, False, None):
-            raise UserError(f"{where}: use_rslora must be true or false, not {rslora!r}")
+        for switch in ("use_rslora", "use_dora"):
+            if given.get(switch) not in (True, False, None):
+                raise UserError(f"{where}: {switch} must be true or false, not {given[switch]!r}")
         return cls(
             r=rank,
             lora_alpha=float(alpha),
-            use_rslora=bool(rslora),
+            use_rslora=bool(given.get("use_rslora")),
+            use_dora=bool(given.get("use_dora")),
             rank_pattern=_pattern(given, "rank_pattern", where, int),
             alpha_pattern=_pattern(given, "alpha_pattern", where, float),
             target_modules=_modules(given, "target_modules", where),

@@ -105,28 +105,47 @@ class LoRALinear(nn.Module):
         rows = self.routing.rows
         if rows is None or not (rows.one_hot or rows.mixtures):
             return y
-        flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+        flat_x, flat_y = self._rows_of(x), y.reshape(-1, y.shape[-1])
         assert flat_x.shape[0] == rows.num_rows, f"{self.site}: {len(flat_x)} rows, not {rows.num_rows}"
+        if self.table.gains:
+            self._rescale(flat_y, rows)
         (self._add_whole if rows.fixed_shape else self._add)(flat_y, flat_x, rows)
         return flat_y.view_as(y)
 
+    def _rescale(self, y: Tensor, rows: RowWeights) -> None:
+        """Multiply the base's output, bias left out, by the row factors of the DoRA adapters."""
+        gains, bias = self.table.gains, getattr(self.base_layer, "bias", None)
+        assert not any(slot in gains for m in rows.mixtures for slot in m.slots), f"{self.site}: DoRA in a mixture"
+        for start, stop, slot in rows.one_hot:
+            gain = gains.get(slot)
+            if gain is not None:
+                product = y[start:stop] if bias is None else y[start:stop] - bias
+                y[start:stop] += (gain - 1) * product
+
     def _add(self, y: Tensor, x: Tensor, rows: RowWeights) -> None:
-        table = self.table
         if rows.one_hot:
-            sgmv(y, x, table.a, table.b, rows.one_hot, table.spans)
+            self._one_hot(y, x, rows.one_hot)
         for m in rows.mixtures:
             if self.site in m.site_index:
                 part = slice(m.start, m.stop)
-                mix(y[part], x[part], *table.mixture(m.slots), m.weights_at(self.site))
+                self._mix(y[part], x[part], m.slots, m.weights_at(self.site))
 
     def _add_whole(self, y: Tensor, x: Tensor, rows: RowWeights) -> None:
-        table = self.table
         for start, stop, slot in rows.one_hot:
-            delta = sgmv(torch.zeros_like(y), x, table.a, table.b, (Segment(0, len(x), slot),), table.spans)
+            delta = self._one_hot(torch.zeros_like(y), x, (Segment(0, len(x), slot),))
             y[start:stop] += delta[start:stop]
         for m in rows.mixtures:
             if self.site in m.site_index:
                 weights = m.weights.new_zeros(len(x), len(m.slots))
                 weights[m.start : m.stop] = m.weights_at(self.site)
-                delta = mix(torch.zeros_like(y), x, *table.mixture(m.slots), weights)
+                delta = self._mix(torch.zeros_like(y), x, m.slots, weights)
                 y[m.start : m.stop] += delta[m.start : m.stop]
+
+    def _rows_of(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, x.shape[-1])
+
+    def _one_hot(self, y: Tensor, x: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+        return sgmv(y, x, self.table.a, self.table.b, segments, self.table.spans)
+
+    def _mix(self, y: Tensor, x: Tensor, slots: tuple[int, ...], weights: Tensor) -> Tensor:
+        return mix(y, x, *self.table.mixture(slots), weights)

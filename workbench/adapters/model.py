@@ -6,38 +6,23 @@ Contract: every tensor of the file ends up in a factor pair or in an error; noth
 from __future__ import annotations
 
 import hashlib
-import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from workbench.adapters.config import AdapterConfig
+from workbench.adapters.factors import Factors, is_finite
+from workbench.adapters.fitting import fit
+from workbench.adapters.modules import LoRATargetModule
 from workbench.adapters.peft_save import own_factors
-from workbench.errors import TransientError, UserError, names, nearest
+from workbench.errors import TransientError, UserError, names
 from workbench.jsonfile import read_file
 
-_TENSOR = re.compile(r"^(?P<path>.+)\.lora_(?P<factor>[AB])(?:\.[^.]+)?\.weight$")
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
+__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "LoRAModel", "LoRATargetModule", "read_tensors"]
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-
-
-@dataclass(frozen=True)
-class LoRATargetModule:
-    """A site of a base model: a linear module that LoRA can change.
-
-    Attributes:
-        name: module path, `model.layers.3.self_attn.q_proj`.
-        in_features, out_features: its widths.
-    """
-
-    name: str
-    in_features: int
-    out_features: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +35,11 @@ class LoRAModel:
         a: site -> float32 `[rank, in]`.
         b: site -> float32 `[rank, out]`, B transposed, times its scale.
         content_hash: SHA-256 of the config's and weights' bytes, hex.
+        embeddings: sites that look up rows of A instead of multiplying by it.
+        magnitudes: site -> DoRA's magnitudes, float32 `[out]`, until `fit` has seen the base's weights.
+        base_copies: site -> a copy of the base's weight that the file holds, until `fit` has compared it.
+        gains: site -> DoRA's row factors g, float32 `[out]`, after `fit`: B is multiplied by them, the base's output
+            without its bias is still to be.
     """
 
     name: str
@@ -57,6 +47,10 @@ class LoRAModel:
     a: Mapping[str, Tensor]
     b: Mapping[str, Tensor]
     content_hash: str
+    embeddings: frozenset[str] = frozenset()
+    magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
+    base_copies: Mapping[str, Tensor] = field(default_factory=dict)
+    gains: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path, name: str | None = None) -> LoRAModel:
@@ -75,19 +69,21 @@ class LoRAModel:
         settings = read_file(config_path, "adapter config")
         config = AdapterConfig.from_bytes(settings, config_path)
         weights = read_weights(weights_path, what)
-        pairs = _factor_pairs(own_factors(parse_tensors(weights, weights_path, what), weights_path.parent.name), name)
+        tensors = own_factors(parse_tensors(weights, weights_path, what), weights_path.parent.name)
+        factors = Factors.parse(tensors, config, name)
         a: dict[str, Tensor] = {}
         b: dict[str, Tensor] = {}
-        for site, (down, up) in pairs.items():
-            rank = _true_rank(name, site, down, up, config)
+        for site, (down, up) in factors.pairs.items():
+            scale = config.scale_at(site, down.shape[0])
             a[site] = down.contiguous()
-            b[site] = up.T.contiguous().mul_(config.scale_at(site, rank))
-            if not _is_finite(b[site]):
-                scale = config.scale_at(site, rank)
+            b[site] = up.T.contiguous().mul_(scale)
+            if not is_finite(b[site]):
                 raise UserError(f"adapter {name!r}: lora_B of {site!r} times its scale {scale:g} is infinite")
         digest = hashlib.sha256(settings)
         digest.update(weights)
-        return cls(name, config, a, b, digest.hexdigest())
+        return cls(
+            name, config, a, b, digest.hexdigest(), factors.embeddings, factors.magnitudes, factors.base_copies
+        )
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -102,7 +98,13 @@ class LoRAModel:
     @property
     def num_bytes(self) -> int:
         """Bytes of its factors in float32."""
-        return sum(t.numel() * t.element_size() for side in (self.a, self.b) for t in side.values())
+        kept = (self.a, self.b, self.gains or self.magnitudes)
+        return sum(t.numel() * t.element_size() for side in kept for t in side.values())
+
+    @property
+    def is_dora(self) -> bool:
+        """Whether it rescales the base's output."""
+        return bool(self.gains or self.magnitudes)
 
     def fit(self, targets: Mapping[str, LoRATargetModule], base: str) -> LoRAModel:
         """Return this adapter with its sites renamed to the base model's module paths.
@@ -111,38 +113,22 @@ class LoRAModel:
             targets: module path -> site of the base.
             base: the base's name, for errors.
 
+        Adapters of fused projections and of separate ones fit bases of either sort. Where the targets know the base's
+        weights, DoRA's row factors are computed, and copies of base weights that PEFT saves are compared with them.
+
         Raises:
             UserError: sites the base does not have, or whose widths differ, or sites of the base that the adapter's
-                config names and its weights leave out; all are listed.
+                config names and its weights leave out; all are listed. A weight that DoRA needs and nobody can read.
         """
-        renamed = {site: _target_of(site, targets) for site in self.a}
-        missing = [site for site, target in renamed.items() if target is None]
-        if missing:
-            hint = nearest(missing[0], targets)
+        return fit(self, targets, base)
+
+    def require_additive(self, where: str) -> None:
+        """Check that its deltas can be weighted and added; a UserError says why `where` refuses it."""
+        if self.is_dora:
             raise UserError(
-                f"adapter {self.name!r} does not fit base {base!r}: {len(missing)} of its {len(self.a)} sites are not "
-                f"in the model: {names(missing, 4)}{hint}"
+                f"{where}: adapter {self.name!r} is refused, as it uses use_dora: DoRA rescales the base's output, so "
+                "its delta is nothing that could be weighted and added to others; run it alone"
             )
-        wrong = []
-        for site, target in renamed.items():
-            want = (targets[target].in_features, targets[target].out_features)
-            have = (self.a[site].shape[1], self.b[site].shape[1])
-            if want != have:
-                wrong.append(f"{target} is {want[0]} -> {want[1]} in the base, {have[0]} -> {have[1]} in the adapter")
-        if wrong:
-            raise UserError(
-                f"adapter {self.name!r} does not fit base {base!r} at {len(wrong)} sites: {'; '.join(wrong[:4])}"
-            )
-        if left_out := self.config.sites_left_out(targets, renamed.values()):
-            raise UserError(
-                f"adapter {self.name!r}: its weights lack {len(left_out)} of the sites that its config targets in base "
-                f"{base!r}: {names(left_out, 4)} (PEFT 0.20 and later lose them when they save an X-LoRA model)"
-            )
-        if len(set(renamed.values())) != len(renamed):
-            raise UserError(f"adapter {self.name!r}: two of its sites name the same module of base {base!r}")
-        a = {renamed[site]: tensor for site, tensor in self.a.items()}
-        b = {renamed[site]: tensor for site, tensor in self.b.items()}
-        return LoRAModel(self.name, self.config, a, b, self.content_hash)
 
 
 def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
@@ -190,63 +176,3 @@ def parse_tensors(content: bytes, path: Path, what: str) -> dict[str, Tensor]:
         raise UserError(f"{what}: {path} is not a readable safetensors file (truncated or corrupt?): {error}") from None
     # the library gives them in another order each time, and messages would follow
     return dict(sorted(tensors.items()))
-
-
-def _factor_pairs(tensors: Mapping[str, Tensor], name: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return site -> its float32 A `[rank, in]` and B `[out, rank]`."""
-    halves: dict[str, dict[str, Tensor]] = {}
-    strange = []
-    for key, tensor in tensors.items():
-        match = _TENSOR.match(key)
-        if match is None:
-            strange.append(key)
-            continue
-        if tensor.dtype not in _DTYPES:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise UserError(f"adapter {name!r}: tensor {key!r} is {kind}; expected {', '.join(_DTYPES.values())}")
-        tensor = tensor.float()
-        if not _is_finite(tensor):
-            raise UserError(f"adapter {name!r}: tensor {key!r} has NaN or infinite values")
-        if tensor.dim() != 2:
-            raise UserError(f"adapter {name!r}: tensor {key!r} has shape {list(tensor.shape)}; a matrix was expected")
-        site = match["path"].removeprefix("base_model.model.")
-        factors = halves.setdefault(site, {})
-        if match["factor"] in factors:
-            raise UserError(f"adapter {name!r}: two tensors hold lora_{match['factor']} of {site!r}")
-        factors[match["factor"]] = tensor
-    if strange:
-        raise UserError(
-            f"adapter {name!r}: {len(strange)} tensors are neither lora_A nor lora_B of a linear module: "
-            f"{names(strange, 4)}; nothing may be dropped, so the adapter is refused"
-        )
-    single = [site for site, factors in halves.items() if len(factors) < 2]
-    if single:
-        raise UserError(f"adapter {name!r}: only one of lora_A and lora_B is there for {names(single, 4)}")
-    if not halves:
-        raise UserError(f"adapter {name!r}: its weights file holds no LoRA tensors")
-    return {site: (factors["A"], factors["B"]) for site, factors in halves.items()}
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    # a sum is finite only if every summand is, and costs a tenth of looking at each; a sum of large ones may overflow
-    return math.isfinite(tensor.sum()) or bool(torch.isfinite(tensor).all())
-
-
-def _true_rank(name: str, site: str, down: Tensor, up: Tensor, config: AdapterConfig) -> int:
-    rank = down.shape[0]
-    if rank != up.shape[1] or rank < 1:
-        raise UserError(
-            f"adapter {name!r}: at {site} lora_A is {list(down.shape)} and lora_B {list(up.shape)}; "
-            "the first dimension of A and the last of B must be the same rank"
-        )
-    if config.rank_at(site) != rank:
-        raise UserError(f"adapter {name!r}: config says rank {config.rank_at(site)} at {site}, the tensors have {rank}")
-    return rank
-
-
-def _target_of(site: str, targets: Mapping[str, LoRATargetModule]) -> str | None:
-    if site in targets:
-        return site
-    # other wrappers around the base give other prefixes: accept the one module path that ends alike
-    alike = [t for t in targets if t.endswith("." + site) or site.endswith("." + t)]
-    return alike[0] if len(alike) == 1 else None

@@ -24,11 +24,13 @@ class SiteTable:
         a: `[capacity, in]`, compute dtype; rows outside every span are zero or stale, and read by nothing.
         b: `[capacity, out]`, compute dtype.
         spans: slot -> `(first, last)` rank rows.
+        gains: slot -> float32 `[out]`, by which a DoRA adapter multiplies the base's output.
     """
 
     a: Tensor
     b: Tensor
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
+    gains: dict[int, Tensor] = field(default_factory=dict)
     _mixtures: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     def put(self, slot: int, a: Tensor, b: Tensor) -> None:
@@ -46,6 +48,7 @@ class SiteTable:
 
     def drop(self, slot: int) -> None:
         """Free one adapter's rows; unknown slots are no error (the site had no delta)."""
+        self.gains.pop(slot, None)
         if self.spans.pop(slot, None) is not None:
             self._forget(slot)
 
@@ -107,11 +110,15 @@ class SlotTable:
     @torch.inference_mode(False)  # a stack made inside a step could not be written outside of one
     def put(self, adapter: LoRAModel) -> int:
         """Load an adapter that fits the base (`LoRAModel.fit`) into the lowest free slot and return the slot."""
+        assert not adapter.magnitudes, f"adapter {adapter.name!r} has not met its base's weights"
         slot = next(i for i in range(len(self.adapters) + 1) if i not in self.adapters)
         try:
             for site in adapter.sites:
                 a, b = adapter.a[site], adapter.b[site]
-                self.site(site, a.shape[1], b.shape[1]).put(slot, a, b)
+                table = self.site(site, a.shape[1], b.shape[1])
+                table.put(slot, a, b)
+                if site in adapter.gains:
+                    table.gains[slot] = adapter.gains[site].to(self.device)
         except BaseException:  # the rows already there would be the next adapter's in this slot
             for table in self.sites.values():
                 table.drop(slot)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from workbench.adapters.config import read_object
+from workbench.adapters.embedding import LoRAEmbedding
 from workbench.adapters.linear import LoRALinear, Routing
-from workbench.adapters.model import LoRATargetModule
+from workbench.adapters.modules import LoRATargetModule, dense_weight, embedding_widths, widths_of
+from workbench.adapters.projections import parts_of
 from workbench.adapters.slots import SlotTable
 from workbench.engine.attention import NAME, packed_attention
 from workbench.engine.batch import StepBatch
@@ -112,14 +116,15 @@ class BaseModel:
         return self.config.vocab_size
 
     def wrap(self, site: str, slots: SlotTable) -> None:
-        """Put a `LoRALinear` around a site, once."""
+        """Put a `LoRALinear`, or a `LoRAEmbedding`, around a site, once."""
         parent_name, _, child = site.rpartition(".")
         parent = self.model.get_submodule(parent_name)
         layer = getattr(parent, child)
         if not isinstance(layer, LoRALinear):
             target = self.targets[site]
             table = slots.site(site, target.in_features, target.out_features)
-            setattr(parent, child, LoRALinear(layer, site, table, self.routing))
+            wrapper = LoRAEmbedding if target.is_embedding else LoRALinear
+            setattr(parent, child, wrapper(layer, site, table, self.routing))
             if parent is self.model:
                 self._head = _head_of(self.model)
 
@@ -244,16 +249,31 @@ def _head_of(model: nn.Module) -> nn.Module:
 
 
 def linear_targets(model: nn.Module) -> dict[str, LoRATargetModule]:
-    """Return module path -> site of every linear module, in registration order; weights may be on the meta device."""
-    from transformers.pytorch_utils import Conv1D
+    """Return module path -> site of every linear module and embedding, in registration order.
 
+    Weights may be on the meta device: the sites then know the structure alone.
+    """
     found = {}
+    input_embedding = model.get_input_embeddings()
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            found[name] = LoRATargetModule(name, module.in_features, module.out_features)
-        elif isinstance(module, Conv1D):
-            found[name] = LoRATargetModule(name, *module.weight.shape)
+        if isinstance(module, LoRALinear) or name.endswith(".base_layer"):
+            continue
+        weight = None if _on_meta(module) else functools.partial(_weight_at, model, name)
+        if lookup := embedding_widths(module, module is input_embedding):
+            found[name] = LoRATargetModule(name, *lookup, is_embedding=True, weight=weight)
+        elif widths := widths_of(module):
+            parts = parts_of(name, widths[1], model.config)
+            found[name] = LoRATargetModule(name, *widths, parts=parts, weight=weight)
     return found
+
+
+def _on_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers()))
+
+
+def _weight_at(model: nn.Module, site: str) -> Tensor:
+    module = model.get_submodule(site)
+    return dense_weight(module.base_layer if isinstance(module, LoRALinear) else module)
 
 
 def context_of(config: Any) -> int:

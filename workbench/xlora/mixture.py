@@ -77,6 +77,8 @@ class Mixture:
         # before the adapters: a save that lost classifier layers has broken adapters too, and this says why
         complete_layers(tensors, config, str(files.classifier_path))
         adapters = tuple(LoRAModel.from_files(*files.adapters[a], a).fit(targets, base) for a in order)
+        for adapter in adapters:
+            adapter.require_additive(f"mixture {name!r}")
         touched = {site for adapter in adapters for site in adapter.sites}
         sites = tuple(site for site in targets if site in touched)
         if ordering is not None and ordering.layers is not None:
