@@ -79,7 +79,8 @@ def dense_weight(module: nn.Module) -> Tensor:
     wide_in, wide_out = widths_of(module) or (module.num_embeddings, module.embedding_dim)
     want = (wide_in, wide_out) if transposed else (wide_out, wide_in)
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.shape != want:
-        raise UserError(f"its weight, held by a {type(module).__name__}, is packed or quantised and cannot be read")
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        raise UserError(f"the weight of that {kind} is packed or quantised and cannot be read")
     return (weight.T if transposed else weight).detach()
 
 
