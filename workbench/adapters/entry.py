@@ -12,6 +12,8 @@ from workbench.adapters.model import LoRAModel
 if TYPE_CHECKING:
     import pandas as pd
 
+NEVER = 1 << 62  # later than every event
+
 
 @dataclass(eq=False)
 class Entry:
@@ -29,8 +31,8 @@ class Entry:
         users: unfinished requests that name it, queued ones too.
         leases: running requests; they use its slot.
         pinned: keep it in its slot.
-        used: when a request last got its slot (a clock that counts events).
-        asked: when the first of its present users came.
+        waiting: when each of the users that have no lease yet came (a clock that counts events).
+        used: when a request last got its slot.
         loading: the read under way, if one is.
         error: why the last read failed, until a request is told.
         leaving: unload it when its last user ends.
@@ -48,8 +50,8 @@ class Entry:
     users: int = 0
     leases: int = 0
     pinned: bool = False
+    waiting: set[int] = field(default_factory=set)
     used: int = 0
-    asked: int = 0
     loading: Future | None = field(default=None, repr=False)
     error: str | None = None
     leaving: bool = False
@@ -62,6 +64,11 @@ class Entry:
         if self.model is not None:
             return "host"
         return "loading" if self.loading is not None else "disk"
+
+    @property
+    def asked(self) -> int:
+        """When the request that waits longest for it came; `NEVER` when none waits."""
+        return min(self.waiting, default=NEVER)
 
     @property
     def num_uses(self) -> int:

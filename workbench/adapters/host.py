@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from workbench.adapters.entry import Entry
 
-NEVER = 1 << 62  # later than every event
-
 
 class HostTier:
     """Adapters on the host, or being read into it; counted from when a read begins until they leave.
@@ -43,19 +41,19 @@ class HostTier:
     def trim(self) -> None:
         """Come back within the limit; what the request that waits longest needs stays, so that it gets to run."""
         if self.limit is not None and self.num_bytes > self.limit:
-            self._drop(self.limit, min((e.asked for e in self._entries if e.users), default=NEVER))
+            self._drop(self.limit, min(entry.asked for entry in self._entries))
 
     def _drop(self, limit: int, later_than: int) -> None:
         """Drop factors until `limit` bytes are left or nothing more may go.
 
-        First go those nobody waits for, least recently used first, then those first asked for after `later_than`, the
-        last of them first. What is being read stays.
+        First go those nobody waits for, least recently used first, then those whose first request came after
+        `later_than`, the last of them first. What is being read stays.
         """
         if self.num_bytes <= limit:
             return
         held = [entry for entry in self._entries if entry.model is not None]
-        idle = sorted((entry for entry in held if not entry.users), key=lambda entry: entry.used)
-        wanted = [entry for entry in held if entry.users and entry.asked > later_than]
+        idle = sorted((entry for entry in held if not entry.waiting), key=lambda entry: entry.used)
+        wanted = [entry for entry in held if entry.waiting and entry.asked > later_than]
         for entry in [*idle, *sorted(wanted, key=lambda entry: -entry.asked)]:
             if self.num_bytes <= limit:
                 break

@@ -15,8 +15,8 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.adapters.entry import Entry, frame_of
-from workbench.adapters.host import NEVER, HostTier
+from workbench.adapters.entry import NEVER, Entry, frame_of
+from workbench.adapters.host import HostTier
 from workbench.adapters.model import LoRAModel, LoRATargetModule
 from workbench.adapters.reading import Reader
 from workbench.adapters.slots import SlotTable
@@ -124,12 +124,12 @@ class LoRAManager:
         Raises:
             UserError: it is not loaded or is leaving, cannot be read, or finds no slot.
         """
-        self.enter(name)
+        ticket = self.enter(name, ticket=0)  # before every request that waits
         try:
             while not self._pinned_now(name):
                 self.wait(1.0)
         finally:
-            self.leave(name)
+            self.leave(name, ticket)
 
     def unpin(self, name: str) -> None:
         """Let a pinned adapter leave its slot when another needs it."""
@@ -142,12 +142,14 @@ class LoRAManager:
             entry = self._entry(name)
             if entry.tier != "disk":
                 return
-            waits_longer = any(e is not entry and e.users and e.tier == "disk" for e in self._entries.values())
+            waits_longer = any(e is not entry and e.waiting and e.tier == "disk" for e in self._entries.values())
             if not waits_longer and self._host.has_room(entry, NEVER):
                 self._start_reading(entry)
 
-    def enter(self, name: str) -> None:
-        """Count a request that names an adapter: until its `leave` the adapter stays registered. It is prefetched.
+    def enter(self, name: str, ticket: int | None = None) -> int:
+        """Count a request that names an adapter, and return its ticket: the time at which it came.
+
+        Until it leaves the adapter stays registered. The adapter is prefetched.
 
         Raises:
             UserError: it is not loaded, or is leaving.
@@ -157,20 +159,24 @@ class LoRAManager:
             if entry.leaving:
                 raise UserError(f"adapter {name!r} is being unloaded; it takes no new requests")
             if not entry.users:
-                entry.asked, entry.error = self._tick(), None
+                entry.error = None  # of an earlier request, or of none
+            ticket = self._tick() if ticket is None else ticket
+            entry.waiting.add(ticket)
             entry.users += 1
             self.prefetch(name)
+            return ticket
 
-    def leave(self, name: str) -> None:
+    def leave(self, name: str, ticket: int) -> None:
         """End what `enter` began."""
         with self.turn, self._lock:
             entry = self._entries[name]
             assert entry.users > 0, f"a request left {name!r} twice"
             entry.users -= 1
+            entry.waiting.discard(ticket)
             self._forget_if_done(entry)
             self._host.trim()
 
-    def acquire(self, name: str) -> int | None:
+    def acquire(self, name: str, ticket: int | None = None) -> int | None:
         """Return the slot of an adapter with a lease on it, or None when it cannot run yet.
 
         None means that it is being read, or that every slot is leased or pinned: ask again after the next step.
@@ -185,6 +191,7 @@ class LoRAManager:
             elif not self._bring_in(entry):
                 return None
             entry.used = self._tick()
+            entry.waiting.discard(ticket)
             entry.leases += 1
             return entry.slot
 
@@ -298,7 +305,6 @@ class LoRAManager:
             pinned = [other.name for other in self._in_slots.values() if other.pinned and other is not entry]
             if len(pinned) >= self.config.max_num_loras:
                 raise UserError(f"no slot is left to pin {name!r}: {self._all_pinned(pinned)}")
-            entry.asked = 0  # before every request that waits
             if entry.slot is None and not self._bring_in(entry):
                 if entry.model is None:
                     return False
@@ -345,7 +351,7 @@ class LoRAManager:
         if not idle:
             return False
         # those that nobody waits for first, the least recently used first; then whose turn comes last
-        self._vacate(min(idle, key=lambda e: (1, -e.asked) if e.users else (0, e.used)))
+        self._vacate(min(idle, key=lambda e: (1, -e.asked) if e.waiting else (0, e.used)))
         self.counts["slot_evictions"] += 1
         return True
 

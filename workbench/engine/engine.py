@@ -198,7 +198,7 @@ class Engine:
             policy=chosen, drafting=self.config.drafting, on_text=on_text,
         )
         if adapter is not None:
-            self.adapters.enter(adapter)
+            request.ticket = self.adapters.enter(adapter)
         self.scheduler.add(request)
         return request
 
@@ -329,7 +329,7 @@ class Engine:
                 request.has_lease = False
                 self.adapters.release(request.adapter)
             if request.adapter is not None:
-                self.adapters.leave(request.adapter)
+                self.adapters.leave(request.adapter, request.ticket)
             for recorder in self._recorders:
                 recorder.add(request.id, lambda request=request: trace_of(request, self.tokenizer, labels))
         return requests
@@ -354,7 +354,7 @@ class Engine:
     def _admit(self, request: Request) -> bool:
         if request.adapter is None:
             return True
-        slot = self.adapters.acquire(request.adapter)
+        slot = self.adapters.acquire(request.adapter, request.ticket)
         if slot is None:
             # a slow disk holds up its own requests only; want of a slot, in the end, those behind it too
             request.times_passed += not self.adapters.is_reading(request.adapter)

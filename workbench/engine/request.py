@@ -45,6 +45,7 @@ class Request:
         drafts: per generated token: 1 accepted draft, 0 rejected, -1 not drafted.
         scalings: float32 `[position, site, adapter]` on the host, by scaling row; the first `num_scaled` are valid.
         sources: per adapted row, the position whose scalings it used.
+        ticket: its place among the requests that wait for adapters.
         has_lease: its adapter is kept in its slot for it.
         times_passed: steps it was passed over, waiting for its adapter.
         finish_reason: None while running, else "stop", "length", "cancelled" or "error".
@@ -71,6 +72,7 @@ class Request:
     scalings: Tensor | None = None
     num_scaled: int = 0
     sources: list[int] = field(default_factory=list)
+    ticket: int = 0
     has_lease: bool = False
     times_passed: int = 0
     finish_reason: str | None = None
