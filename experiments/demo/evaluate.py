@@ -94,13 +94,13 @@ def measure(domain: str, batches: tuple[Tensor, ...], mixture: Mixture, classifi
 def demo_prompt(folder: Path, tokenizer, mixture: Mixture, classifier: nn.Linear) -> list[dict]:
     """Return, for each segment of the one prompt made of all four, its mean scalings and its leading adapter."""
     segments = json.loads((folder / "prompts.json").read_text())
-    text = "\n".join(segment["text"] for segment in segments)
+    text = "\n\n".join(segment["text"] for segment in segments)  # as `workbench demo` joins them
     encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
     scalings = softmax_scalings(classifier, mixture.hidden(torch.tensor([encoded["input_ids"]])), len(DOMAINS))
     share, starts = scalings[0].mean(1), [offset[0] for offset in encoded["offset_mapping"]]
     found, begin = [], 0
     for segment in segments:
-        end = begin + len(segment["text"]) + 1
+        end = begin + len(segment["text"]) + 2
         rows = share[[begin <= start < end for start in starts]]
         mean = dict(zip(DOMAINS, rows.mean(0).tolist(), strict=True))
         found.append({"domain": segment["domain"], "top_adapter": max(mean, key=mean.get), "tokens": len(rows),

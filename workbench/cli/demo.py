@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.errors import UserError
 
 if TYPE_CHECKING:
-    from workbench.engine import Completion, Engine
+    from workbench.engine import Engine
     from workbench.instrument.trace import Trace
 
 _EXAMPLE = """examples:
@@ -43,26 +43,28 @@ def add_parser(commands: Any, formatter: type) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo, write its files and print the report."""
+    clock = time.perf_counter()
     from workbench.engine.sampling import Sampling
 
-    sampling = Sampling(max_tokens=arguments.max_tokens, ignore_eos=True)
+    # greedy, but for a penalty without which so small a model soon repeats itself
+    sampling = Sampling(max_tokens=arguments.max_tokens, ignore_eos=True, repetition_penalty=1.2)
     out = Path(arguments.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {arguments.out!r} cannot be made: {error.strerror}") from None
     _say(arguments, "loading the base model and four adapters")
-    clock = time.perf_counter()
     engine = _engine(arguments.base)
     load_time_s = time.perf_counter() - clock
     segments = read_segments()
-    prompt = _SEPARATOR.join(segment["text"] for segment in segments)
-    _say(arguments, f"generating {arguments.max_tokens} tokens")
+    texts = [segment["text"] for segment in segments]
+    _say(arguments, f"continuing them together, and each alone, by {arguments.max_tokens} tokens")
     clock = time.perf_counter()
     with engine.record("scalings") as recorder:
-        completion = engine.generate(prompt, mixture="demo", sampling=sampling,
-                                     tgt_non_granular_index=arguments.tgt_non_granular_index)
+        answers = engine.generate([_SEPARATOR.join(texts), *texts], mixture="demo", sampling=sampling,
+                                  tgt_non_granular_index=arguments.tgt_non_granular_index)
     generate_time_s = time.perf_counter() - clock
+    completion, *alone = answers
     trace = recorder.trace(completion.request_id)
     clock = time.perf_counter()
     files = write_files(trace, out)
@@ -70,15 +72,22 @@ def run(arguments: argparse.Namespace) -> int:
              "figure_time_s": time.perf_counter() - clock}
     report = {
         "base": engine.base_id, "dtype": engine.config.dtype, "adapters": list(trace.adapters),
-        "segments": lead_by_segment(trace, segments), "text": completion.text, "usage": vars(completion.usage),
+        "segments": lead_by_segment(trace, segments),
+        "continuations": [
+            {"domain": segment["domain"], **_lead(recorder.trace(each.request_id), slice(None)), "text": each.text}
+            for segment, each in zip(segments, alone, strict=True)
+        ],
+        "text": completion.text, "usage": vars(completion.usage),
         "scalings_computed": completion.scalings_computed, "scalings_reused": completion.scalings_reused,
-        "drafts_accepted": completion.drafts_accepted, "drafts_rejected": completion.drafts_rejected,
+        "drafts_accepted": sum(each.drafts_accepted for each in answers),
+        "drafts_rejected": sum(each.drafts_rejected for each in answers),
+        "tok_s": sum(len(each.token_ids) for each in answers) / generate_time_s,
         "forwards": engine.stats()["forwards"], **files, **times,
     }
     if arguments.json:
         print(json.dumps(report))
     else:
-        _print_report(report, trace, completion)
+        _print_report(report, trace)
     return 0
 
 
@@ -99,12 +108,16 @@ def lead_by_segment(trace: Trace, segments: list[dict[str, str]]) -> list[dict[s
     for segment in segments:
         last = first + len(segment["text"])
         inside = [index for index, start in enumerate(starts) if first <= start < last and not trace.generated[index]]
-        share = trace.share(slice(inside[0], inside[-1] + 1))
-        top = max(share, key=share.__getitem__)
-        found.append({"domain": segment["domain"], "top_adapter": top, "share": share[top], "shares": share,
-                      "tokens": len(inside)})
+        lead = _lead(trace, slice(inside[0], inside[-1] + 1))
+        found.append({"domain": segment["domain"], **lead, "tokens": len(inside)})
         first = last + len(_SEPARATOR)
     return found
+
+
+def _lead(trace: Trace, tokens: slice) -> dict[str, Any]:
+    share = trace.share(tokens)
+    top = max(share, key=share.__getitem__)
+    return {"top_adapter": top, "share": share[top], "shares": share}
 
 
 def write_files(trace: Trace, out: Path) -> dict[str, str]:
@@ -125,7 +138,7 @@ def _engine(base: str | None) -> Engine:
     return Engine.from_mixture("demo", base=base, dtype="float32")
 
 
-def _print_report(report: dict[str, Any], trace: Trace, completion: Completion) -> None:
+def _print_report(report: dict[str, Any], trace: Trace) -> None:
     from workbench.display import text_report
 
     print(text_report(trace))
@@ -135,11 +148,15 @@ def _print_report(report: dict[str, Any], trace: Trace, completion: Completion) 
         right = "" if segment["top_adapter"] == segment["domain"] else "   (another was expected)"
         found = f"{segment['top_adapter']:<17}{segment['share']:>7.2f}{right}"
         print(f"{segment['domain']:<12}{segment['tokens']:>7}   {found}")
-    usage, drafts = completion.usage, completion.drafts_accepted + completion.drafts_rejected
-    print(f"\n{usage.prompt_tokens} prompt tokens at {usage.avg_prompt_tok_per_sec:.0f} tok/s, "
-          f"{usage.completion_tokens} generated at {usage.avg_compl_tok_per_sec:.1f} tok/s, {report['dtype']}")
-    print(f"scalings: {report['scalings_computed']} computed, {report['scalings_reused']} reused; drafts: "
-          f"{completion.drafts_accepted} of {drafts} accepted; {report['forwards']} forwards")
+    print("\neach segment alone, continued in the same batch:")
+    for each in report["continuations"]:
+        text = " ".join(each["text"].split())
+        print(f"{each['domain']:<12}{each['top_adapter']:<12}{each['share']:>5.2f}   {text[:70]}")
+    usage, drafts = report["usage"], report["drafts_accepted"] + report["drafts_rejected"]
+    print(f"\n{1 + len(report['continuations'])} requests in one batch: {report['tok_s']:.1f} tokens/s generated, "
+          f"{report['forwards']} forwards, {report['dtype']}; {report['drafts_accepted']} of {drafts} drafts accepted")
+    print(f"the first: {usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} generated; scalings of "
+          f"{report['scalings_computed']} inputs computed, {report['scalings_reused']} reused")
     print(f"\nopen {report['figure']} to look at every token, site and adapter")
     print(f"(picture: {report['picture']}; trace: {report['trace']})")
 
