@@ -80,7 +80,7 @@ def separate_adapter(model, rank: int = 3, chosen=None):
             if chosen and part.name not in chosen:
                 continue
             down = torch.randn(rank, target.in_features, generator=generator) * target.in_features**-0.5
-            up = torch.randn(part.width, rank, generator=generator) * 0.1
+            up = torch.randn(part.width, rank, generator=generator) * 0.2 * rank**-0.5
             path = f"base_model.model.{site.rpartition('.')[0]}.{part.name}"
             tensors |= {f"{path}.lora_A.weight": down, f"{path}.lora_B.weight": up}
             delta = deltas.setdefault(site, torch.zeros(target.out_features, target.in_features))

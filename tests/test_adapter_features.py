@@ -7,9 +7,10 @@ written into its weights.
 
 import pytest
 import torch
-from models import save_base, tiny_model
-from peft import LoraConfig, get_peft_model
+from models import Adapter, save_base, tiny_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft_made import TOLERANCE, difference, logits_of, run, separate_adapter, write
+from safetensors.torch import load_file, save_file
 
 from workbench import Engine, UserError
 from workbench.adapters import LoRAModel
@@ -52,21 +53,22 @@ def test_a_layout_that_is_not_known_is_not_guessed():
 
 
 @pytest.mark.parametrize("kind", ["phi3", "gpt_neox", "gpt2"])
-@pytest.mark.parametrize("chosen", [None, ("q_proj", "v_proj"), ("k_proj", "up_proj")])
-def test_separate_adapters_on_fused_bases_equal_the_changed_weight(kind, chosen, tmp_path):
+@pytest.mark.parametrize(
+    ("chosen", "rank"), [(None, 3), (("q_proj", "v_proj"), 7), (("k_proj", "up_proj"), 1), (None, 256)], ids=str
+)
+def test_separate_adapters_on_fused_bases_equal_the_changed_weight(kind, chosen, rank, tmp_path):
     model = tiny_model(kind)
     engine = Engine(save_base(model, tmp_path / "tiny"))
-    tensors, deltas = separate_adapter(model, chosen=chosen)
+    tensors, deltas = separate_adapter(model, rank, chosen)
     targets = sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors})
-    engine.load_adapter(write(tmp_path / "separate", tensors, 3, 6, targets))
+    engine.load_adapter(write(tmp_path / "separate", tensors, rank, 2 * rank, targets))
     for site, delta in deltas.items():
         weight = model.get_submodule(site).weight
         weight += delta.T if kind == "gpt2" else delta
     logits = run(engine, ["separate", None])
     assert difference(logits["separate"], logits_of(model)) < TOLERANCE
     assert difference(logits[None], logits_of(tiny_model(kind))) < TOLERANCE
-    model = engine.adapters.entries()[0]
-    assert model.rank == 3 * len(set(targets) & {"q_proj", "k_proj", "v_proj"})
+    assert engine.adapters.entries()[0].rank == rank
 
 
 def test_a_fused_adapter_on_a_separate_base_equals_the_changed_weights(tmp_path):
@@ -153,3 +155,99 @@ def test_adapters_of_fused_experts_are_refused_by_name(kind, tmp_path):
     read = LoRAModel.read(write(tmp_path / "old", tensors, 2, 2, ["w1"]))
     with pytest.raises(UserError, match="LoRA on fused experts is not supported"):
         read.fit(targets, "tiny")
+
+
+# layouts
+
+
+RENAMED = {
+    "an adapter's name": lambda key: key.replace(".weight", ".default.weight"),
+    "another name": lambda key: key.replace(".weight", ".my-adapter.weight"),
+    "no prefix": lambda key: key.removeprefix("base_model.model."),
+    "no model": lambda key: key.replace("base_model.model.model.", "base_model.model."),
+    "twice wrapped": lambda key: f"base_model.model.{key}",
+    "a module of another": lambda key: key.replace("base_model.model.", "base_model.model.language_model."),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi3"])
+@pytest.mark.parametrize("how", RENAMED)
+def test_keys_of_any_prefix_and_adapter_name_mean_the_same(kind, how, tmp_path):
+    model = tiny_model(kind)
+    adapter = Adapter(("o_proj", "down_proj"), rank=2)
+    folder = adapter.write(tmp_path / "a", model)
+    plain = LoRAModel.read(folder).fit(linear_targets(model), "tiny")
+    path = folder / "adapter_model.safetensors"
+    renamed = {RENAMED[how](key): tensor for key, tensor in load_file(path).items()}
+    assert set(renamed) != set(load_file(path))
+    save_file(renamed, path)
+    other = LoRAModel.read(folder).fit(linear_targets(model), "tiny")
+    assert other.sites and set(other.sites) == set(plain.sites)
+    for site in plain.sites:
+        assert torch.equal(other.a[site], plain.a[site]) and torch.equal(other.b[site], plain.b[site])
+
+
+def test_what_ludwig_writes_is_read(tmp_path):
+    """Ludwig saves with PEFT, into `model/model_weights`, the tokenizer beside it and its own settings above it."""
+    model = tiny_model("llama")
+    results = tmp_path / "results" / "experiment_run" / "model"
+    folder = Adapter().write(results / "model_weights", model)
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "README.md").write_text("# adapter")
+    (results / "model_hyperparameters.json").write_text('{"model_type": "llm"}')
+    (results / "training_set_metadata.json").write_text("{}")
+    engine = Engine(save_base(model, tmp_path / "tiny"))
+    engine.load_adapter(folder, "mine")
+    assert engine.adapters.names() == ["mine"]
+    with pytest.raises(UserError, match="has no 'adapter_config.json'"):
+        engine.load_adapter(results)
+
+
+# ranks
+
+
+_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "gemma": _LLAMA,
+    "gemma2": _LLAMA,
+    "phi": ("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"),
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "qwen2": _LLAMA,
+    "starcoder2": (*_LLAMA[:4], "c_fc", "c_proj"),
+    "mixtral": _LLAMA[:4],
+    "gpt2": ("c_attn", "c_proj", "c_fc"),
+    "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+}
+RANKS = (1, 4, 7, 8, 16, 48, 64, 96, 128, 256)
+
+
+def ranks_of(kind: str) -> dict[str, Adapter]:
+    """Return three adapters of three ranks; over all architectures, every rank comes in both dtypes."""
+    config = {"fan_in_fan_out": True} if kind == "gpt2" else {}
+    first = 3 * [*TARGETS].index(kind)
+    made = {}
+    for number in range(first, first + 3):
+        rank, dtype = RANKS[number % 10], (torch.float32, torch.bfloat16)[number // 10 % 2]
+        made[f"{rank}"] = Adapter(TARGETS[kind], rank, 2.0 * rank, number, dtype, config)
+    return made
+
+
+def test_the_ranks_are_covered():
+    seen = {(adapter.rank, adapter.dtype) for kind in TARGETS for adapter in ranks_of(kind).values()}
+    assert seen == {(rank, dtype) for rank in RANKS for dtype in (torch.float32, torch.bfloat16)}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_adapters_of_any_rank_in_one_batch_equal_peft(kind, tmp_path):
+    engine = Engine(save_base(tiny_model(kind), tmp_path / "tiny"))
+    adapters = ranks_of(kind)
+    for name, adapter in adapters.items():
+        engine.load_adapter(adapter.write(tmp_path / name, tiny_model(kind)))
+    logits = run(engine, [*adapters, None])
+    assert difference(logits[None], logits_of(tiny_model(kind))) < TOLERANCE
+    for name in adapters:
+        theirs = PeftModel.from_pretrained(tiny_model(kind), tmp_path / name).eval()
+        assert difference(logits[name], logits_of(theirs)) < TOLERANCE, name
+        assert difference(logits[name], logits[None]) > 0.05, name

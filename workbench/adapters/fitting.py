@@ -209,7 +209,7 @@ def _joined(adapter: LoRAModel, by_target: Mapping[str, list[_Piece]], targets: 
             scales[target] = (a[target].shape[0], found.pop() if len(found) == 1 else 1.0)
     return replace(
         adapter, config=_with_scales(adapter.config, scales), a=a, b=b, magnitudes=magnitudes, base_copies={},
-        embeddings=frozenset(name for name in a if targets[name].is_embedding),
+        embeddings=frozenset(name for name in a if targets[name].is_embedding), joined_from=adapter.rank,
     )
 
 

@@ -40,6 +40,7 @@ class LoRAModel:
         base_copies: site -> a copy of the base's weight that the file holds, until `fit` has compared it.
         gains: site -> DoRA's row factors g, float32 `[out]`, after `fit`: B is multiplied by them, the base's output
             without its bias is still to be.
+        joined_from: the largest rank of its sites as they were read, where `fit` joined several of them into one.
     """
 
     name: str
@@ -51,6 +52,7 @@ class LoRAModel:
     magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
     base_copies: Mapping[str, Tensor] = field(default_factory=dict)
     gains: Mapping[str, Tensor] = field(default_factory=dict)
+    joined_from: int | None = None
 
     @classmethod
     def read(cls, folder: Path, name: str | None = None) -> LoRAModel:
@@ -92,8 +94,8 @@ class LoRAModel:
 
     @property
     def rank(self) -> int:
-        """The largest rank of its sites."""
-        return max(a.shape[0] for a in self.a.values())
+        """The largest rank of its sites, as it was trained."""
+        return self.joined_from or max(a.shape[0] for a in self.a.values())
 
     @property
     def num_bytes(self) -> int:
