@@ -121,6 +121,13 @@ def test_mixtures_of_embedding_adapters_equal_peft(kind, tmp_path):
     with torch.no_grad():
         expected = theirs(input_ids=torch.tensor([IDS])).logits[0, -1]
     assert difference(probe.logits["m", "adapted", len(IDS) - 1], expected) < TOLERANCE
+    padded = Engine(tmp_path / "tiny", row_padding=32)
+    padded.load_mixture(tmp_path / "m", "m")
+    probe = Probe(padded)
+    padded.submit(IDS, request_id="m", mixture="m", max_tokens=1)
+    while padded.scheduler.has_work():
+        padded.step()
+    assert difference(probe.logits["m", "adapted", len(IDS) - 1], expected) < TOLERANCE
 
 
 DORA = {
@@ -159,6 +166,20 @@ def test_dora_equals_peft_beside_plain_adapters_and_base_rows(kind, tmp_path):
     for name, expected in theirs.items():
         assert difference(logits[name], expected) < TOLERANCE, name
     assert difference(theirs["dora"], theirs[None]) > 0.05
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dora_and_embeddings_in_half_precision_stay_near_float32(dtype, tmp_path):
+    """The row factors are float32 in every dtype: the error is that of the base's own rounding."""
+    base = save_base(tiny_model("gemma"), tmp_path / "tiny")
+    theirs = peft_saves(tmp_path / "dora", "gemma", ["embed_tokens", "o_proj"], r=4, use_dora=True)
+    engine = Engine(base, dtype=dtype)
+    engine.load_adapter(tmp_path / "dora")
+    logits = run(engine, ["dora", None])
+    rounding = difference(logits[None], logits_of(tiny_model("gemma")))
+    assert difference(logits["dora"], theirs) < 3 * rounding
+    table = engine.slots.sites["model.embed_tokens"]
+    assert table.a.dtype == getattr(torch, dtype) and all(gain.dtype == torch.float32 for gain in table.gains.values())
 
 
 def test_base_rows_beside_dora_are_bitwise_those_of_an_engine_without(tmp_path):
