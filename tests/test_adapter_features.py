@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from workbench import Engine, UserError
 from workbench.adapters import LoRAModel
+from workbench.adapters.peft_save import own_factors
 from workbench.adapters.projections import parts_of
 from workbench.engine.hf import linear_targets
 
@@ -185,6 +186,23 @@ def test_keys_of_any_prefix_and_adapter_name_mean_the_same(kind, how, tmp_path):
     assert other.sites and set(other.sites) == set(plain.sites)
     for site in plain.sites:
         assert torch.equal(other.a[site], plain.a[site]) and torch.equal(other.b[site], plain.b[site])
+
+
+def test_embeddings_in_a_whole_save_of_a_mixture_are_told_apart():
+    """As PEFT up to 0.19 names them: the saved adapter's own without a number, the others' with theirs."""
+    path = "base_model.lora_model.model.model.embed_tokens"
+    tensors = {
+        f"{path}.{name}": torch.full((2,), float(number))
+        for number, name in enumerate(
+            ["lora_embedding_A", "lora_embedding_B", "lora_embedding_A.1", "lora_embedding_B.1", "base_layer.weight"]
+        )
+    }
+    own = own_factors(tensors, "0")
+    site = "base_model.model.model.embed_tokens"
+    assert {key: int(value[0]) for key, value in own.items()} == {
+        f"{site}.lora_embedding_A": 0,
+        f"{site}.lora_embedding_B": 1,
+    }
 
 
 def test_what_ludwig_writes_is_read(tmp_path):

@@ -69,6 +69,18 @@ class Bnb4bitLike(nn.Linear):
         return nn.functional.linear(x, self._real, self.bias)
 
 
+class Bnb8bitLike(Bnb4bitLike):
+    """bitsandbytes' Linear8bitLt: the codes have the weight's shape, and torch would turn them into floats."""
+
+    class Int8Params(nn.Parameter):
+        pass
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__(layer)
+        codes = (layer.weight * 100).to(torch.int8)
+        self.weight = self.Int8Params(codes, requires_grad=False)
+
+
 def torchao_linear(config_name: str):
     def quantise(layer: nn.Linear) -> nn.Module:
         import torchao.quantization as quantization
@@ -100,6 +112,7 @@ KINDS = {
     "awq": AwqLike,
     "gptq": GptqLike,
     "bitsandbytes": Bnb4bitLike,
+    "bitsandbytes int8": Bnb8bitLike,
     "torchao int8": torchao_linear("Int8WeightOnlyConfig"),
     "torchao int8 dynamic": torchao_linear("Int8DynamicActivationInt8WeightConfig"),
 }
@@ -209,7 +222,7 @@ def with_deltas(model: nn.Module, adapter: Adapter) -> torch.Tensor:
 
 
 # with dynamic layers a rounding error of the input can move a code, and torch's own takes one range for a whole batch
-@layers(["packed", "awq", "gptq", "bitsandbytes", "torchao int8"])
+@layers(["packed", "awq", "gptq", "bitsandbytes", "bitsandbytes int8", "torchao int8"])
 def test_an_adapter_on_a_quantised_base_equals_its_definition(kind, tmp_path, monkeypatch):
     with torch.no_grad():
         engine = engine_on(quantise(tiny_model("llama"), kind), tmp_path / "tiny", monkeypatch)

@@ -73,8 +73,9 @@ def dense_weight(module: nn.Module) -> Tensor:
     from transformers.pytorch_utils import Conv1D
 
     weight = getattr(module, "weight", None)
-    if isinstance(weight, Tensor) and hasattr(weight, "dequantize") and type(weight) not in (Tensor, nn.Parameter):
-        weight = weight.dequantize()
+    # only a class that dequantises in its own way: torch's own method turns any codes into floats
+    if isinstance(weight, Tensor) and getattr(type(weight), "dequantize", None) is not Tensor.dequantize:
+        weight = _dequantised(weight)
     transposed = isinstance(module, (Conv1D, nn.Embedding))
     wide_in, wide_out = widths_of(module) or (module.num_embeddings, module.embedding_dim)
     want = (wide_in, wide_out) if transposed else (wide_out, wide_in)
@@ -82,6 +83,13 @@ def dense_weight(module: nn.Module) -> Tensor:
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         raise UserError(f"the weight of that {kind} is packed or quantised and cannot be read")
     return (weight.T if transposed else weight).detach()
+
+
+def _dequantised(weight: Tensor) -> Tensor | None:
+    try:
+        return weight.dequantize()
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError):  # not on this device, or not yet quantised
+        return None
 
 
 def row_norms(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:

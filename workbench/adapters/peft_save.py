@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 _WRAPPER = "base_model.lora_model."
-_OWN = re.compile(r"\.lora_[AB]\.weight$")
-_OF_OTHERS = re.compile(r"\.lora_[AB]\d*(\.\d+)?\.weight$")
+_OWN = re.compile(r"\.lora_([AB]\.weight|embedding_[AB])$")
+_OF_OTHERS = re.compile(r"\.lora_([AB]\d*(\.\d+)?\.weight|embedding_[AB]\d*(\.\d+)?)$")
 # the lists of blocks of the supported architectures, not followed by a block's number
 _BLOCKS_WITHOUT_NUMBER = re.compile(r"\.(layers|h)(\d*)\.(?!\d)")
 
