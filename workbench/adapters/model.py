@@ -6,7 +6,8 @@ Contract: every tensor of the file ends up in a factor pair or in an error; noth
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,6 +72,7 @@ class LoRAModel:
         settings = read_file(config_path, "adapter config")
         config = AdapterConfig.from_bytes(settings, config_path)
         weights = read_weights(weights_path, what)
+        content_hash = _hash_aside(settings, weights)
         tensors = own_factors(parse_tensors(weights, weights_path, what), weights_path.parent.name)
         factors = Factors.parse(tensors, config, name)
         a: dict[str, Tensor] = {}
@@ -81,10 +83,8 @@ class LoRAModel:
             b[site] = up.T.contiguous().mul_(scale)
             if not is_finite(b[site]):
                 raise UserError(f"adapter {name!r}: lora_B of {site!r} times its scale {scale:g} is infinite")
-        digest = hashlib.sha256(settings)
-        digest.update(weights)
         return cls(
-            name, config, a, b, digest.hexdigest(), factors.embeddings, factors.magnitudes, factors.base_copies
+            name, config, a, b, content_hash(), factors.embeddings, factors.magnitudes, factors.base_copies
         )
 
     @property
@@ -131,6 +131,22 @@ class LoRAModel:
                 f"{where}: adapter {self.name!r} is refused, as it uses use_dora: DoRA rescales the base's output, so "
                 "its delta is nothing that could be weighted and added to others; run it alone"
             )
+
+
+def _hash_aside(settings: bytes, weights: bytes) -> Callable[[], str]:
+    """Begin to hash an adapter's files in a thread of their own; return a function that gives the hash.
+
+    It takes as long as all the rest of reading, and the interpreter is free meanwhile.
+    """
+    digest = hashlib.sha256(settings)
+    thread = threading.Thread(target=digest.update, args=(weights,), daemon=True)
+    thread.start()
+
+    def content_hash() -> str:
+        thread.join()
+        return digest.hexdigest()
+
+    return content_hash
 
 
 def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
