@@ -297,12 +297,12 @@ class Probe:
         self.hidden: dict[tuple[str, str, int], Tensor] = {}
         self.batches: list[list[tuple[str, str, int, int]]] = []
         self._engine, self._forced = engine, forced or {}
-        self._inner_hidden, self._inner_choose = engine.model.hidden, engine._choose
-        engine.model.hidden, engine._choose = self._watch_hidden, self._watch_choose
+        self._inner_hidden, self._inner_choose = engine.model.hidden, engine.sampler
+        engine.model.hidden, engine.sampler = self._watch_hidden, self._watch_choose
 
     def close(self) -> None:
         """Stop watching."""
-        self._engine.model.hidden, self._engine._choose = self._inner_hidden, self._inner_choose
+        self._engine.model.hidden, self._engine.sampler = self._inner_hidden, self._inner_choose
 
     def decoded(self, request_id: str, first: int, count: int, kind: str = ADAPTED) -> Tensor:
         """Return logits `[count, vocab]` of the rows from position `first`."""

@@ -62,7 +62,7 @@ def test_the_longest_prompt_that_fits_runs(engine):
         ({"adapter": "legl"}, "no adapter 'legl' is loaded; did you mean 'legal'.*; loaded: 'legal'"),
         ({"mixture": "mx"}, "no mixture 'mx' is loaded; did you mean 'mix'"),
         ({"adapter": "mix"}, "no adapter 'mix' is loaded"),
-        ({"adapter": "legal", "mixture": "mix"}, "name an adapter .'legal'. or a mixture .'mix'., not both"),
+        ({"adapter": "legal", "mixture": "mix"}, "name one of adapter .'legal'. and mixture .'mix'., not both"),
         ({"tgt_non_granular_index": 1}, "tgt_non_granular_index and policy say how .*; name a mixture"),
         ({"adapter": "legal", "policy": exact()}, "name a mixture"),
         ({"mixture": "mix", "tgt_non_granular_index": -1}, "must be a whole number of at least 0, not -1"),

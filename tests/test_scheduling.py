@@ -158,7 +158,7 @@ def interrupt_once(monkeypatch, where: str, engine: Engine) -> None:
     monkeypatch.setattr(owner, where, stop)
 
 
-PLACES = ["layer", "hidden", "_classify", "logits", "_choose", "commit"]
+PLACES = ["layer", "hidden", "classifier", "logits", "sampler", "commit"]
 
 
 @pytest.mark.parametrize("where", PLACES)

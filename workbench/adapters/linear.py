@@ -18,6 +18,16 @@ from lora_kernels.sgmv import sgmv
 from workbench.adapters.slots import SiteTable
 
 
+class EverySite(dict):
+    """The `site_index` of constant weights: every site is in it."""
+
+    def __contains__(self, site: object) -> bool:
+        return True
+
+
+EVERY_SITE = EverySite()
+
+
 @dataclass(frozen=True)
 class MixtureSegment:
     """Consecutive rows that share one mixture, with their own weights.

@@ -45,7 +45,7 @@ class LoRAManager:
     ):
         self.slots, self.config, self._place = slots, config, place
         self.turn = Turn()
-        self._reader = Reader(targets, base, config.max_lora_rank)
+        self.reader = Reader(targets, base, config.max_lora_rank)
         self._entries: dict[str, Entry] = {}
         self._in_slots: dict[str, Entry] = {}
         self._host = HostTier(config.max_host_bytes)
@@ -261,7 +261,7 @@ class LoRAManager:
         """Read and register one adapter, on a worker thread."""
         if not isinstance(name, str) or not name.strip():
             return LoRAResponse(LoRAStatus.LOAD_INVALID_PATH, f"{name!r} cannot name the adapter from {source!r}")
-        model = self._reader.read(name, source, where)
+        model = self.reader.read(name, source, where)
         if isinstance(model, LoRAResponse):
             return model
         with self._lock:
@@ -367,7 +367,7 @@ class LoRAManager:
 
     def _reread(self, entry: Entry) -> None:
         """Read a registered adapter again, on a worker thread."""
-        model = self._reader.read(entry.name, entry.source, entry.where)
+        model = self.reader.read(entry.name, entry.source, entry.where)
         with self._lock:
             self.counts["disk_loads"] += 1
             entry.loading = None

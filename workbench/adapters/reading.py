@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench import hub
+from workbench.adapters.merge import merge
+from workbench.adapters.merging import MergeSource
 from workbench.adapters.model import LoRAModel, LoRATargetModule
 from workbench.adapters.types import LoRAResponse, LoRAStatus
 from workbench.errors import ContentError, TransientError, UserError
@@ -20,11 +22,13 @@ class Reader:
         targets: module path -> site of the base.
         base: the base's name, for errors.
         max_rank: adapters of a larger rank are refused.
+        merges: sources that are merges of other sources, by name.
     """
 
     targets: Mapping[str, LoRATargetModule]
     base: str
     max_rank: int
+    merges: dict[str, MergeSource] = field(default_factory=dict)
 
     def read(self, name: str, source: str, where: Mapping[str, Any]) -> LoRAModel | LoRAResponse:
         """Return the adapter, checked against the base, or why it cannot be had; raises nothing.
@@ -52,6 +56,8 @@ class Reader:
             )
 
     def _read(self, name: str, source: str, where: Mapping[str, Any]) -> LoRAModel:
+        if source in self.merges:
+            return self._merge(name, self.merges[source])
         folder = hub.resolve_adapter(source, **where)
         try:
             model = LoRAModel.read(folder, name).fit(self.targets, self.base)
@@ -64,3 +70,14 @@ class Reader:
                 f"adapter {name!r} has rank {model.rank}, but max_lora_rank is {self.max_rank}; raise max_lora_rank"
             )
         return model
+
+    def _merge(self, name: str, source: MergeSource) -> LoRAModel:
+        parts = [self._read(*part) for part in source.parts]
+        for part in parts:
+            if part.is_dora:
+                raise ContentError(f"merged_adapters: {part.name!r} uses DoRA, which rescales the base; it runs alone")
+        try:
+            made = merge(parts, source.merged, name)
+        except UserError as error:
+            raise ContentError(str(error)) from None
+        return replace(made, embeddings=frozenset().union(*(part.embeddings for part in parts)))

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lora_kernels.segments import BASE_SLOT, Segment
-from workbench.adapters.linear import MixtureSegment, RowWeights
+from workbench.adapters.linear import EVERY_SITE, MixtureSegment, RowWeights
+from workbench.adapters.merge import constant_weights
 
 if TYPE_CHECKING:
     from workbench.engine.kv import Stream
@@ -125,6 +126,8 @@ def build_batch(
 
 def _group(plan: SpanPlan) -> tuple:
     mixture, slot = plan.request.mixture, plan.request.slot
+    if plan.request.merged is not None:
+        return (2, plan.request.merged_slots, plan.kind)
     if mixture is None:
         return (0,) if slot == BASE_SLOT else (1, slot)
     return (2, mixture.slots, plan.kind)
@@ -135,7 +138,10 @@ def _row_weights(spans: list[RowSpan], num_rows: int, device: torch.device, fixe
     mixtures: list[MixtureSegment] = []
     for span in spans:
         request, (start, stop) = span.plan.request, (span.start, span.stop)
-        if request.mixture is None:
+        if request.merged is not None:
+            weights = torch.tensor(constant_weights(request.merged), device=device)[None, None]
+            _join_mixture(mixtures, MixtureSegment(start, stop, request.merged_slots, weights, EVERY_SITE))
+        elif request.mixture is None:
             if request.slot != BASE_SLOT:
                 _join_one_hot(one_hot, Segment(start, stop, request.slot))
         elif (weights := request.row_weights(span.plan.kind, span.plan.first, span.plan.stop)) is not None:

@@ -6,26 +6,27 @@ commit. Everything a step changes, it changes in the commit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from workbench.adapters.manager import LoRAManager
+from workbench.adapters.merge import MergedAdapters
+from workbench.adapters.merging import check_merge, load_merged, merged_of
 from workbench.adapters.model import LoRAModel
 from workbench.adapters.slots import SlotTable
 from workbench.adapters.types import LoRAConfig, split_spec
 from workbench.config import EngineConfig
 from workbench.engine.base import BaseInfo
-from workbench.engine.batch import ADAPTED, SCALING, StepBatch
+from workbench.engine.batch import SCALING, StepBatch
 from workbench.engine.hf import BaseModel
-from workbench.engine.options import per_prompt, policy_of, require_loaded, sampling_of
+from workbench.engine.options import per_prompt, policy_of, require_loaded, require_one, sampling_of
+from workbench.engine.outcome import choose_tokens, classify
 from workbench.engine.request import Request
 from workbench.engine.result import Completion, TraceLabels, completion_of, failed, trace_of
-from workbench.engine.sampling import Sampling, choose
+from workbench.engine.sampling import Sampling
 from workbench.engine.scheduler import Scheduler
 from workbench.engine.sources import base_setting, named_base, read_mixture, read_ordering
 from workbench.engine.text import Detokenizer
@@ -73,6 +74,7 @@ class Engine:
             cfg.max_rows_per_step, cfg.max_requests, self.device, cfg.row_padding, cfg.attention == "reference",
             self._admit,
         )
+        self.classifier, self.sampler = classify, choose_tokens
         self.num_steps = self.num_rows = self.num_scaling_rows = 0
         self._recorders: list[Recorder] = []
         self._num_requests = 0
@@ -83,7 +85,7 @@ class Engine:
     def from_mixture(
         cls, mixture: str | Path = "demo", *, ordering: Ordering | str | Path | None = None, name: str | None = None,
         base: str | Path | None = None, settings: dict[str, Any] | None = None, info: BaseInfo | None = None,
-        **options: Any,
+        lora: LoRAConfig | None = None, **options: Any,
     ) -> Engine:
         """Make an engine for a mixture and load it: on `base`, or on the base the ordering or the mixture names.
 
@@ -96,6 +98,7 @@ class Engine:
             base: a base of your own choice.
             settings: X-LoRA settings that override the repository's.
             info: a base already looked at, instead of `base` and `options`.
+            lora: how plain adapters are held.
             **options: fields of `EngineConfig`.
         """
         given = read_ordering(ordering)
@@ -106,8 +109,9 @@ class Engine:
         read = read_mixture(
             mixture, name, info.targets(), info.label, info.hf_config.hidden_size, given, settings, where
         )
-        engine = cls(info=info)
+        engine = cls(info=info, lora=lora)
         engine._install(read)
+        engine._preload(given)
         return engine
 
     def load_adapter(self, source: str | Path, name: str | None = None, *, pinned: bool = False, **where: Any) -> str:
@@ -135,22 +139,24 @@ class Engine:
         Args:
             source: "demo", folder or Hub id of an X-LoRA repository.
             name: what requests call it; by default the folder's name.
-            ordering: fixes the adapter and site axes; an `Ordering` or its file. Made from the model when None.
+            ordering: fixes the adapter and site axes; an `Ordering` or its file. Made from the model when None. The
+                adapters it says to preload are loaded too.
             settings: X-LoRA settings that override the repository's, such as `{"top_k_lora": 2}`.
             **where: `revision`, `token`, `offline` of a Hub id.
         """
+        given = read_ordering(ordering)
         mixture = read_mixture(
-            source, name, self.model.targets, self.base_id, self.model.hidden_size, read_ordering(ordering), settings,
-            where,
+            source, name, self.model.targets, self.base_id, self.model.hidden_size, given, settings, where
         )
         self._check_new(mixture.name)
         self._install(mixture)
+        self._preload(given)
         return mixture.name
 
     def unload(self, name: str) -> None:
         """Unload an adapter or mixture that no unfinished request uses."""
         require_loaded(name, "adapter or mixture", [*self.adapters.names(), *self.mixtures])
-        users = [r.id for r in self.scheduler.requests() if name == r.adapter or (r.mixture and r.mixture.name == name)]
+        users = [r.id for r in self.scheduler.requests() if name in r.names or (r.mixture and r.mixture.name == name)]
         if users:
             raise UserError(f"{name!r} is in use by requests {names(users)}; wait for them or cancel them first")
         if name in self.adapters:
@@ -162,6 +168,7 @@ class Engine:
 
     def submit(
         self, prompt: Any, *, adapter: str | None = None, mixture: str | None = None,
+        merged_adapters: MergedAdapters | Mapping[str, Any] | None = None,
         tgt_non_granular_index: int | None = None, policy: ReusePolicy | None = None,
         sampling: Sampling | None = None, on_text: Callable[[str], None] | None = None,
         request_id: str | None = None, **options: Any,
@@ -172,6 +179,7 @@ class Engine:
             prompt: text, token ids, or chat messages (dicts with role and content).
             adapter: run with this one adapter.
             mixture: run with this X-LoRA mixture.
+            merged_adapters: run with these adapters merged: `{"ids": [...], "weights": [...], "merge_strategy": ...}`.
             tgt_non_granular_index: compute scalings for the prompt and the first k generated tokens, then reuse.
             policy: any other reuse policy.
             sampling: how tokens are chosen; keyword `options` override its fields.
@@ -181,33 +189,35 @@ class Engine:
         Raises:
             UserError: a prompt, name or setting that does not fit.
         """
-        sampling = sampling_of(sampling, options)
+        sampling, merged = sampling_of(sampling, options), merged_of(merged_adapters)
         chosen = policy_of(tgt_non_granular_index, policy, mixture)
-        if adapter is not None and mixture is not None:
-            raise UserError(f"name an adapter ({adapter!r}) or a mixture ({mixture!r}), not both")
+        require_one(adapter=adapter, mixture=mixture, merged_adapters=merged and merged.ids)
         require_loaded(adapter, "adapter", self.adapters)
         require_loaded(mixture, "mixture", self.mixtures)
+        if merged is not None:
+            check_merge(self.adapters, merged)
         ids = self.prompts.encode(prompt, sampling.max_tokens)
+        if merged is not None and not merged.is_constant_row:
+            adapter, merged = load_merged(self.adapters, merged), None
         request_id = self._new_id(request_id)
         seed = sampling.seed if sampling.seed is not None else self.config.seed * 1_000_003 + self._num_requests
         request = Request(
             id=request_id, prompt_ids=tuple(ids), sampling=sampling, seed=seed,
             detokenizer=Detokenizer(self.tokenizer, skip_special=True), eos_ids=self.eos_ids,
-            adapter=adapter,
+            adapter=adapter, merged=merged,
             mixture=self.mixtures[mixture] if mixture is not None else None,
             policy=chosen, drafting=self.config.drafting, on_text=on_text,
         )
-        if adapter is not None:
-            request.ticket = self.adapters.enter(adapter)
+        request.tickets = tuple(self.adapters.enter(name) for name in request.names)
         self.scheduler.add(request)
         return request
 
     def generate(self, prompts: Any, **options: Any) -> Completion | list[Completion]:
         """Generate to the end: one `Completion` for one prompt, a list for a list of prompts.
 
-        Takes the arguments of `submit`; `adapter`, `mixture`, `tgt_non_granular_index` and `policy` may be lists with
-        one entry per prompt. In a list, a prompt that cannot run gives a `Completion` with its `error` and the others
-        run; what is wrong with all of them alike is raised.
+        Takes the arguments of `submit`; `adapter`, `mixture`, `merged_adapters`, `tgt_non_granular_index`, `policy` and
+        `seed` may be lists with one entry per prompt. In a list, a prompt that cannot run gives a `Completion` with its
+        `error` and the others run; what is wrong with all of them alike is raised.
         """
         if not self.prompts.is_batch(prompts):
             return self._run([self.submit(prompts, **options)])[0]
@@ -261,8 +271,8 @@ class Engine:
             batch = self.scheduler.next_batch()
             if batch.spans:
                 hidden = self.model.hidden(batch)
-                scalings = self._classify(hidden, batch)
-                chosen = self._choose(self.model.logits(hidden, batch), batch)
+                scalings = self.classifier(hidden, batch)
+                chosen = self.sampler(self.model.logits(hidden, batch), batch)
                 finished = self.scheduler.commit(batch, chosen, scalings)
                 self._count(batch)
                 return self._finished(finished)
@@ -289,34 +299,6 @@ class Engine:
                 self.cancel(request)
         return [completion_of(request) for request in requests]
 
-    def _classify(self, hidden: Tensor, batch: StepBatch) -> dict[Request, Tensor]:
-        by_mixture: dict[int, list] = {}
-        for span in batch.spans_of(SCALING):
-            by_mixture.setdefault(id(span.plan.request.mixture), []).append(span)
-        found: dict[Request, Tensor] = {}
-        for spans in by_mixture.values():
-            rows = torch.cat([hidden[span.start : span.stop] for span in spans])
-            count = len(rows)
-            if batch.row_padding:
-                rows = F.pad(rows, (0, 0, 0, -count % batch.row_padding))
-            made = spans[0].plan.request.mixture.classifier(rows)[:count].cpu()
-            parts = made.split([span.stop - span.start for span in spans])
-            found.update({span.plan.request: part for span, part in zip(spans, parts, strict=True)})
-        return found
-
-    def _choose(self, logits: Tensor, batch: StepBatch) -> dict[tuple[Request, str], tuple[int, float]]:
-        chosen = {}
-        for row, span in zip(logits, batch.logit_spans, strict=True):
-            plan, request = span.plan, span.plan.request
-            output = [*request.tokens, *(plan.token_ids[-1:] if plan.drafted else ())][len(request.prompt_ids) :]
-            try:
-                chosen[request, plan.kind] = choose(row, request.sampling, request.prompt_ids, output, request.seed)
-            except FloatingPointError as error:
-                # a draft that cannot be made is no failure: the adapted row decides
-                if plan.kind == ADAPTED:
-                    request.finish("error", str(error))
-        return chosen
-
     def _count(self, batch: StepBatch) -> None:
         self.num_steps += 1
         self.num_rows += sum(span.stop - span.start for span in batch.spans)
@@ -325,11 +307,11 @@ class Engine:
     def _finished(self, requests: list[Request]) -> list[Request]:
         labels = TraceLabels(self.base_id, self.config.dtype)
         for request in requests:
-            if request.has_lease:
-                request.has_lease = False
-                self.adapters.release(request.adapter)
-            if request.adapter is not None:
-                self.adapters.leave(request.adapter, request.ticket)
+            for name, ticket in zip(request.names, request.tickets, strict=True):
+                if request.has_lease:
+                    self.adapters.release(name)
+                self.adapters.leave(name, ticket)
+            request.has_lease = False
             for recorder in self._recorders:
                 recorder.add(request.id, lambda request=request: trace_of(request, self.tokenizer, labels))
         return requests
@@ -347,20 +329,44 @@ class Engine:
                 raise
         self.mixtures[mixture.name] = mixture.placed(tuple(slots), self.model.dtype, self.device)
 
+    def _preload(self, ordering: Ordering | None) -> None:
+        for entry in ordering.preload_adapters if ordering is not None else ():
+            self.load_adapter(entry["adapter_model_id"], entry["name"])
+
     def _wrap(self, adapter: LoRAModel) -> None:
         for site in adapter.sites:
             self.model.wrap(site, self.slots)
 
     def _admit(self, request: Request) -> bool:
-        if request.adapter is None:
-            return True
-        slot = self.adapters.acquire(request.adapter, request.ticket)
-        if slot is None:
-            # a slow disk holds up its own requests only; want of a slot, in the end, those behind it too
-            request.times_passed += not self.adapters.is_reading(request.adapter)
-            return False
-        request.slot, request.has_lease = slot, True
+        slots: list[int] = []
+        for name, ticket in zip(request.names, request.tickets, strict=True):
+            slot = self._acquire(name, ticket, held=request.names[: len(slots)])
+            if slot is None:
+                # a slow disk holds up its own requests only; want of a slot, in the end, those behind it too
+                request.times_passed += not self.adapters.is_reading(name)
+                return False
+            slots.append(slot)
+        request.has_lease = bool(slots)
+        if request.merged is not None:
+            request.merged_slots = tuple(slots)
+            for slot in slots:
+                if self.slots.adapters[slot].is_dora:
+                    name = self.slots.adapters[slot].name
+                    raise UserError(f"merged_adapters: {name!r} uses DoRA, which rescales the base; it runs alone")
+        elif slots:
+            request.slot = slots[0]
         return True
+
+    def _acquire(self, name: str, ticket: int, held: Sequence[str]) -> int | None:
+        """Lease one more adapter, or give back those held: a request that waits with leases could wait for ever."""
+        slot = None
+        try:
+            slot = self.adapters.acquire(name, ticket)
+        finally:
+            if slot is None:
+                for other in held:
+                    self.adapters.release(other)
+        return slot
 
     def _check_new(self, name: str) -> None:
         if name in self.adapters or name in self.mixtures:

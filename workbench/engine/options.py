@@ -10,13 +10,21 @@ from workbench.engine.sampling import Sampling
 from workbench.errors import UserError, names, nearest
 from workbench.xlora import ReusePolicy, exact, non_granular
 
-_PER_PROMPT = ("adapter", "mixture", "tgt_non_granular_index", "policy", "seed")
+_PER_PROMPT = ("adapter", "mixture", "merged_adapters", "tgt_non_granular_index", "policy", "seed")
 
 
 def require_loaded(name: str | None, kind: str, loaded: Iterable[str]) -> None:
     """Raise unless `name` is None or loaded; `kind` says what it would be."""
     if name is not None and name not in loaded:
         raise UserError(f"no {kind} {name!r} is loaded{nearest(name, loaded)}; loaded: {names(list(loaded))}")
+
+
+def require_one(**given: object) -> None:
+    """Raise when more than one of the ways to choose adapters is given."""
+    named = {key: value for key, value in given.items() if value is not None}
+    if len(named) > 1:
+        (one, first), (other, second) = list(named.items())[:2]
+        raise UserError(f"name one of {one} ({first!r}) and {other} ({second!r}), not both")
 
 
 def sampling_of(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lora_kernels.segments import BASE_SLOT
+from workbench.adapters.merge import MergedAdapters
 from workbench.engine.batch import ADAPTED, SCALING, SpanPlan
 from workbench.engine.kv import Stream
 from workbench.engine.sampling import Sampling
@@ -34,6 +35,8 @@ class Request:
         eos_ids: tokens that end it.
         slot: its adapter's slot once it runs; -1 for the base model and for mixtures.
         adapter: that adapter's name, or None.
+        merged: adapters it runs in constant proportions, or None.
+        merged_slots: their slots, once it runs.
         mixture: its mixture, or None.
         policy: whose scalings each input uses.
         drafting: run the scaling row of the likely next token in advance.
@@ -45,8 +48,8 @@ class Request:
         drafts: per generated token: 1 accepted draft, 0 rejected, -1 not drafted.
         scalings: float32 `[position, site, adapter]` on the host, by scaling row; the first `num_scaled` are valid.
         sources: per adapted row, the position whose scalings it used.
-        ticket: its place among the requests that wait for adapters.
-        has_lease: its adapter is kept in its slot for it.
+        tickets: its place among the requests that wait for each of its `names`.
+        has_lease: its adapters are kept in their slots for it.
         times_passed: steps it was passed over, waiting for its adapter.
         finish_reason: None while running, else "stop", "length", "cancelled" or "error".
         error: the reason of a request that failed.
@@ -60,6 +63,8 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
     slot: int = BASE_SLOT
     adapter: str | None = None
+    merged: MergedAdapters | None = None
+    merged_slots: tuple[int, ...] = ()
     mixture: Mixture | None = None
     policy: ReusePolicy | None = None
     drafting: bool = False
@@ -72,7 +77,7 @@ class Request:
     scalings: Tensor | None = None
     num_scaled: int = 0
     sources: list[int] = field(default_factory=list)
-    ticket: int = 0
+    tickets: tuple[int, ...] = ()
     has_lease: bool = False
     times_passed: int = 0
     finish_reason: str | None = None
@@ -109,6 +114,11 @@ class Request:
     def scalings_reused(self) -> int:
         """Adapted rows that used another position's scalings."""
         return len(self.sources) - self.scalings_computed
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The adapters it needs in slots."""
+        return self.merged.ids if self.merged is not None else (self.adapter,) if self.adapter is not None else ()
 
     def plans(self, budget: int) -> list[SpanPlan]:
         """Return what this request can run now, at most `budget` rows: adapted rows first, then scaling rows."""

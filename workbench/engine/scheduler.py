@@ -118,13 +118,13 @@ class Scheduler:
                 if len(self.running) >= self.max_requests:
                     break
                 request = self.waiting.popleft()
-                if request.adapter is not None and (starved or request.adapter in not_ready):
+                if request.names and (starved or not not_ready.isdisjoint(request.names)):
                     passed.append(request)
                 elif self._admits(request):
                     self.running.append(request)
                 else:
                     passed.append(request)
-                    not_ready.add(request.adapter)
+                    not_ready.update(request.names)
                     starved = request.times_passed > _PATIENCE
         finally:
             self.waiting.extendleft(reversed(passed))
