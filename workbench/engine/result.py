@@ -116,7 +116,9 @@ def trace_of(request: Request, tokenizer: Any, labels: TraceLabels) -> Trace:
     """
     mixture = request.mixture
     if mixture is None:
-        what = f"{names(request.names)} in constant proportions" if request.names else "the base model alone"
+        what = f"adapter {request.adapter!r} alone" if request.adapter else "the base model alone"
+        if request.merged is not None:
+            what = f"adapters {names(request.names)} in constant proportions"
         raise UserError(f"request {request.id!r} ran {what}: it has no scalings to trace; name a mixture")
     num_tokens, rows = len(request.tokens), len(request.sources)
     values = np.full((num_tokens, len(mixture.sites), len(mixture.adapters)), np.nan, dtype=np.float32)
