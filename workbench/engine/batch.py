@@ -34,7 +34,7 @@ class SpanPlan:
         first: position of the first row.
         token_ids: one per row.
         drafted: the last row is a drafted token, not yet chosen by the adapted model.
-        logits: what the last row's logits are for: "token", "draft" or None (not needed).
+        num_logits: how many of the last rows need logits: 1 to choose or draft a token, more to score given ones.
     """
 
     request: Request
@@ -42,7 +42,7 @@ class SpanPlan:
     first: int
     token_ids: tuple[int, ...]
     drafted: bool = False
-    logits: str | None = None
+    num_logits: int = 0
 
     @property
     def stop(self) -> int:
@@ -72,7 +72,6 @@ class StepBatch:
         token_ids, positions: int64 `[row]`.
         spans: which rows are whose; rows after the last span are padding.
         weights: every row's weights over adapter slots.
-        logit_spans: spans whose last row needs logits, in row order.
         reference_attention: attend row by row, so that a row's numbers do not depend on its neighbours.
         row_padding: pad every other product (classifier, logits) to this many rows too; 0 is off.
     """
@@ -91,8 +90,13 @@ class StepBatch:
 
     @property
     def logit_spans(self) -> tuple[RowSpan, ...]:
-        """Spans whose last row needs logits, in row order."""
-        return tuple(span for span in self.spans if span.plan.logits)
+        """Spans with rows that need logits, in row order."""
+        return tuple(span for span in self.spans if span.plan.num_logits)
+
+    @property
+    def logit_rows(self) -> list[int]:
+        """Rows that need logits, in row order."""
+        return [row for span in self.logit_spans for row in range(span.stop - span.plan.num_logits, span.stop)]
 
     def spans_of(self, kind: str) -> tuple[RowSpan, ...]:
         """Spans of one kind of stream."""

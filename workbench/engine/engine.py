@@ -171,7 +171,7 @@ class Engine:
         merged_adapters: MergedAdapters | Mapping[str, Any] | None = None,
         tgt_non_granular_index: int | None = None, policy: ReusePolicy | None = None,
         sampling: Sampling | None = None, on_text: Callable[[str], None] | None = None,
-        request_id: str | None = None, **options: Any,
+        request_id: str | None = None, continuation: Any = None, **options: Any,
     ) -> Request:
         """Queue a request; `step` until its `finish_reason` is set.
 
@@ -185,6 +185,7 @@ class Engine:
             sampling: how tokens are chosen; keyword `options` override its fields.
             on_text: called with each piece of text.
             request_id: a name of your own; "req-1", "req-2", ... otherwise.
+            continuation: text or token ids to score instead of generating.
 
         Raises:
             UserError: a prompt, name or setting that does not fit.
@@ -196,7 +197,8 @@ class Engine:
         require_loaded(mixture, "mixture", self.mixtures)
         if merged is not None:
             check_merge(self.adapters, merged)
-        ids = self.prompts.encode(prompt, sampling.max_tokens)
+        given = () if continuation is None else self.prompts.continuation(continuation)
+        ids = self.prompts.encode(prompt, len(given) or sampling.max_tokens)
         if merged is not None and not merged.is_constant_row:
             adapter, merged = load_merged(self.adapters, merged), None
         request_id = self._new_id(request_id)
@@ -206,7 +208,7 @@ class Engine:
             detokenizer=Detokenizer(self.tokenizer, skip_special=True), eos_ids=self.eos_ids,
             adapter=adapter, merged=merged,
             mixture=self.mixtures[mixture] if mixture is not None else None,
-            policy=chosen, drafting=self.config.drafting, on_text=on_text,
+            policy=chosen, drafting=self.config.drafting and not given, on_text=on_text, continuation=tuple(given),
         )
         request.tickets = tuple(self.adapters.enter(name) for name in request.names)
         self.scheduler.add(request)
@@ -233,6 +235,19 @@ class Engine:
             raise UserError(errors.pop())
         done = iter(self._run([r for r in requests if isinstance(r, Request)]))
         return [next(done) if isinstance(r, Request) else r for r in requests]
+
+    def score(self, prompt: Any, continuation: Any, **options: Any) -> Completion:
+        """Return the log-probabilities of a given continuation, as if it had been generated, reuse policy included.
+
+        Args:
+            prompt: as for `submit`.
+            continuation: text (encoded without special tokens) or token ids, at least one token.
+            **options: `adapter`, `mixture`, `merged_adapters`, `tgt_non_granular_index` or `policy`.
+
+        Returns:
+            a `Completion` whose `logprobs` are those of the continuation's tokens (natural log).
+        """
+        return self._run([self.submit(prompt, continuation=continuation, **options)])[0]
 
     def stream(self, prompt: Any, **options: Any) -> Iterator[str]:
         """Yield pieces of text as they become certain; the generator returns the `Completion`.

@@ -148,11 +148,11 @@ class BaseModel:
         return output.last_hidden_state[0]
 
     def logits(self, hidden: Tensor, batch: StepBatch) -> Tensor:
-        """Return float32 logits `[span, vocab]` of the last row of each of the batch's `logit_spans`.
+        """Return float32 logits `[row, vocab]` of the batch's `logit_rows`.
 
         They come from the causal LM's own forward: architectures cap or scale them after `lm_head`.
         """
-        rows = [span.stop - 1 for span in batch.logit_spans]
+        rows = batch.logit_rows
         if not rows:
             return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
         count = len(rows)

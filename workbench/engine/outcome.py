@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -33,23 +35,35 @@ def classify(hidden: Tensor, batch: StepBatch) -> dict[Request, Tensor]:
     return found
 
 
-def choose_tokens(logits: Tensor, batch: StepBatch) -> dict[tuple[Request, str], tuple[int, float]]:
-    """Return (request, stream kind) -> (token, log-probability) of each span that needs logits.
+def choose_tokens(logits: Tensor, batch: StepBatch) -> dict[tuple[Request, str], list[tuple[int, float]]]:
+    """Return (request, stream kind) -> (token, log-probability) pairs of each span that needs logits.
+
+    One pair, the next token; or, for a request that scores a given continuation, one for each of its tokens here.
 
     A request whose logits mean nothing fails, alone.
 
     Args:
-        logits: float32 `[span, vocab]`, in the order of `batch.logit_spans`.
+        logits: float32 `[row, vocab]`, in the order of `batch.logit_rows`.
         batch: the step's.
     """
     chosen = {}
-    for row, span in zip(logits, batch.logit_spans, strict=True):
+    parts = logits.split([span.plan.num_logits for span in batch.logit_spans])
+    for rows, span in zip(parts, batch.logit_spans, strict=True):
         plan, request = span.plan, span.plan.request
+        if request.continuation:
+            chosen[request, plan.kind] = _scored(rows, request.continuation_after(plan.stop - plan.num_logits))
+            continue
         output = [*request.tokens, *(plan.token_ids[-1:] if plan.drafted else ())][len(request.prompt_ids) :]
         try:
-            chosen[request, plan.kind] = choose(row, request.sampling, request.prompt_ids, output, request.seed)
+            chosen[request, plan.kind] = [choose(rows[0], request.sampling, request.prompt_ids, output, request.seed)]
         except FloatingPointError as error:
             # a draft that cannot be made is no failure: the adapted row decides
             if plan.kind == ADAPTED:
                 request.finish("error", str(error))
     return chosen
+
+
+def _scored(logits: Tensor, following: Sequence[int]) -> list[tuple[int, float]]:
+    tokens = list(following[: len(logits)])
+    logprobs = torch.log_softmax(logits, dim=-1)[range(len(tokens)), tokens]
+    return list(zip(tokens, logprobs.tolist(), strict=True))

@@ -35,7 +35,9 @@ def prepack(model: nn.Module) -> int:
     """Replace the model's linear layers by packed ones, one at a time; return how many were."""
     if not works(model.dtype) or model.device.type != "cpu":
         return 0
-    layers = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+    # a quantised layer is an nn.Linear too, with a weight of another class
+    plain = (nn.Linear, nn.Parameter)
+    layers = [(name, m) for name, m in model.named_modules() if type(m) is plain[0] and type(m.weight) is plain[1]]
     for name, layer in layers:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, PackedLinear(layer))

@@ -72,6 +72,15 @@ class Prompts:
             )
         return [int(i) for i in ids]
 
+    def continuation(self, given: Any) -> list[int]:
+        """Return the token ids of a continuation to score: text without special tokens, or ids, checked alike."""
+        if isinstance(given, str):
+            tokenizer = self._need_tokenizer("text")
+            given = tokenizer(given, add_special_tokens=False)["input_ids"]
+            if not given:
+                raise UserError("the continuation is empty; give at least one token to score")
+        return self.encode(given, 0)
+
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             if not prompt:

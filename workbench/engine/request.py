@@ -41,6 +41,7 @@ class Request:
         policy: whose scalings each input uses.
         drafting: run the scaling row of the likely next token in advance.
         on_text: called with each piece of text as it becomes certain.
+        continuation: tokens to score as if they were generated, instead of generating any.
         tokens: prompt and generated tokens.
         logprobs: of the generated tokens, natural log.
         token_times_s: when each generated token was known, seconds after submission.
@@ -69,6 +70,7 @@ class Request:
     policy: ReusePolicy | None = None
     drafting: bool = False
     on_text: Callable[[str], None] | None = None
+    continuation: tuple[int, ...] = ()
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
@@ -84,7 +86,8 @@ class Request:
     error: str | None = None
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.prompt_ids)
+        # the last token of a continuation is scored, never an input
+        self.tokens = [*self.prompt_ids, *self.continuation[:-1]]
         self.output = StopText(self.sampling.stop)
         self.submitted_s = time.perf_counter()
         self.streams = {ADAPTED: Stream(self.max_length)}
@@ -98,7 +101,7 @@ class Request:
     @property
     def max_length(self) -> int:
         """Most tokens the request can have, prompt included."""
-        return len(self.prompt_ids) + self.sampling.max_tokens
+        return len(self.prompt_ids) + (len(self.continuation) or self.sampling.max_tokens)
 
     @property
     def generated(self) -> list[int]:
@@ -130,7 +133,7 @@ class Request:
             plans.append(adapted)
             budget -= len(adapted.token_ids)
         if self.mixture is not None and budget > 0:
-            scaling = self._scaling_plan(budget, emits=adapted is not None and adapted.logits is not None)
+            scaling = self._scaling_plan(budget, emits=adapted is not None and bool(adapted.num_logits))
             if scaling is not None:
                 plans.append(scaling)
         return plans
@@ -163,19 +166,27 @@ class Request:
         else:
             self.draft = draft
 
-    def commit_adapted(self, plan: SpanPlan, chosen: tuple[int, float] | None) -> None:
+    def continuation_after(self, position: int) -> tuple[int, ...]:
+        """Return the continuation's tokens that follow the input at `position`."""
+        return self.continuation[position + 1 - len(self.prompt_ids) :]
+
+    def commit_adapted(self, plan: SpanPlan, chosen: list[tuple[int, float]]) -> None:
         """Take an adapted span's rows and, if it reached the end of the known tokens, the chosen token.
 
         Args:
             plan: the span.
-            chosen: (token, log-probability), or None for a span that ends inside the prompt.
+            chosen: (token, log-probability) of the next token, or of those of a continuation; empty for a span that
+                ends inside the prompt.
         """
         self.streams[ADAPTED].length = plan.stop
         if self.mixture is not None:
             self.sources += [self._source(position) for position in range(plan.first, plan.stop)]
-        if chosen is None:
+        if self.continuation:
+            self._score(plan, chosen)
             return
-        token, logprob = chosen
+        if not chosen:
+            return
+        token, logprob = chosen[0]
         self._settle_draft(token)
         self.tokens.append(token)
         self.logprobs.append(logprob)
@@ -202,17 +213,32 @@ class Request:
         if stop <= first:
             return None
         return SpanPlan(self, ADAPTED, first, tuple(self.tokens[first:stop]),
-                        logits="token" if stop == len(self.tokens) else None)
+                        num_logits=self._num_logits(first, stop))
+
+    def _num_logits(self, first: int, stop: int) -> int:
+        if self.continuation:
+            return max(0, stop - max(first, len(self.prompt_ids) - 1))
+        return int(stop == len(self.tokens))
+
+    def _score(self, plan: SpanPlan, chosen: list[tuple[int, float]]) -> None:
+        now = time.perf_counter() - self.submitted_s
+        self.logprobs += [logprob for _, logprob in chosen]
+        self.token_times_s += [now] * len(chosen)
+        self.drafts += [-1] * len(chosen)
+        if plan.stop == len(self.tokens):
+            self.tokens.append(self.continuation[-1])
+            self._say("".join(map(self.detokenizer.push, self.continuation)))
+            self.finish("length")
 
     def _scaling_plan(self, budget: int, emits: bool) -> SpanPlan | None:
         first, known = self.num_scaled, len(self.tokens)
         stop = min(self._source(known - 1) + 1, first + budget)
         if first < stop:
             drafts = stop == known and self._drafts_after(stop)
-            return SpanPlan(self, SCALING, first, tuple(self.tokens[first:stop]), logits="draft" if drafts else None)
+            return SpanPlan(self, SCALING, first, tuple(self.tokens[first:stop]), num_logits=int(drafts))
         if emits and self.draft is not None and first == known and self._drafts_after(known):
             more = self._drafts_after(known + 1)
-            return SpanPlan(self, SCALING, known, (self.draft,), drafted=True, logits="draft" if more else None)
+            return SpanPlan(self, SCALING, known, (self.draft,), drafted=True, num_logits=int(more))
         return None
 
     def _drafts_after(self, position: int) -> bool:

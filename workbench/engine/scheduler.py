@@ -78,14 +78,14 @@ class Scheduler:
     def commit(
         self,
         batch: StepBatch,
-        chosen: dict[tuple[Request, str], tuple[int, float]],
+        chosen: dict[tuple[Request, str], list[tuple[int, float]]],
         scalings: dict[Request, torch.Tensor],
     ) -> list[Request]:
         """Write a step's results into its requests and return those that finished.
 
         Args:
             batch: the step's.
-            chosen: (request, stream kind) -> (token, log-probability) of each span that needed logits.
+            chosen: (request, stream kind) -> (token, log-probability) pairs of each span that needed logits.
             scalings: request -> float32 `[row, site, n]` of its scaling span.
         """
         for span in sorted(batch.spans, key=lambda each: each.plan.kind != SCALING):
@@ -94,9 +94,9 @@ class Scheduler:
             if plan.request.finish_reason is not None:
                 continue  # failed or was cancelled while its rows ran
             if plan.kind == SCALING:
-                plan.request.commit_scaling(plan, scalings[plan.request], answer and answer[0])
+                plan.request.commit_scaling(plan, scalings[plan.request], answer and answer[0][0])
             else:
-                plan.request.commit_adapted(plan, answer)
+                plan.request.commit_adapted(plan, answer or [])
         return self.sweep()
 
     def sweep(self) -> list[Request]:
