@@ -1,4 +1,4 @@
-"""Adapters that are read while others run, and several threads at one manager: `pytest tests/test_manager_reading.py`."""
+"""Reads while others run, and several threads at one manager: `pytest tests/test_manager_reading.py`."""
 
 import json
 import shutil
@@ -91,6 +91,18 @@ def test_a_read_that_fails_fails_its_request_alone_and_can_be_tried_again(tmp_pa
     (tmp_path / "away").rename(copy)
     assert finish(engine, submit(engine, "a0")) == [alone(0)]
     check_tables(engine, {"a0": 0, "a1": 1})
+
+
+def test_of_two_that_wait_for_a_read_that_fails_the_second_tries_again(tmp_path):
+    copy = shutil.copytree(folder(0), tmp_path / "a0")
+    engine = engine_with(max_num_loras=2, **NO_HOST)
+    engine.adapters.load(copy)
+    copy.rename(tmp_path / "away")
+    first, second = submit(engine, "a0"), submit(engine, "a0", 1)
+    until(lambda: not engine.adapters.is_reading("a0"))
+    (tmp_path / "away").rename(copy)
+    assert finish(engine, second) == [alone(0, 1)]
+    assert "folder not found" in first.error and not first.generated
 
 
 def test_a_folder_that_changed_on_disk_is_refused_until_it_is_loaded_again(tmp_path):
