@@ -325,7 +325,7 @@ class Probe:
         for request, kind in chosen:
             if kind == ADAPTED and request.id in self._forced:
                 token = self._forced[request.id][len(request.generated)]
-                chosen[request, kind] = (token, chosen[request, kind][1])
+                chosen[request, kind] = [(token, chosen[request, kind][0][1])]
         return chosen
 
 

@@ -1,4 +1,4 @@
-"""Reads while others run, and several threads at one manager: `pytest tests/test_manager_reading.py`."""
+"""Adapters read while others run, and several threads at one manager: `pytest tests/test_manager_reading.py`."""
 
 import json
 import shutil
