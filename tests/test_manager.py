@@ -144,6 +144,22 @@ def test_with_every_slot_pinned_other_adapters_are_told_so(engine):
     assert finish(engine, submit(engine, "a2")) == [alone(2)]
 
 
+def test_a_merge_that_finds_no_room_beside_the_pinned_is_told_so(engine):
+    """It needs two slots at once: waiting for them would hold up all that come later, for ever."""
+    engine.adapters.pin("a0")
+    both = {"ids": ["a1", "a2"], "merge_strategy": "linear"}
+    other = submit(engine, "a1")
+    done = engine.generate(PROMPTS[0], merged_adapters=both, **OPTIONS)
+    assert done.error == (
+        "'a1', 'a2' cannot run together: 2 slots hold them only without the pinned 'a0'; unpin one, or raise "
+        "max_num_loras"
+    )
+    assert finish(engine, other) == [alone(1)]
+    assert engine.generate(PROMPTS[0], merged_adapters={**both, "ids": ["a0", "a2"]}, **OPTIONS).error is None
+    engine.adapters.unpin("a0")
+    assert engine.generate(PROMPTS[0], merged_adapters=both, **OPTIONS).error is None
+
+
 def test_a_pin_while_requests_use_every_slot(engine):
     running = [submit(engine, "a0"), submit(engine, "a1")]
     engine.step()

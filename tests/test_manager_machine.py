@@ -60,7 +60,7 @@ class Manager(RuleBasedStateMachine):
         limit = 3 * model_of(0).num_bytes
         self.engine = engine_with(max_requests=3, max_num_loras=2, max_host_bytes=limit, num_workers=2)
         self.manager = self.engine.adapters
-        self.disk = self.manager._reads = Disk()
+        self.disk = self.manager._tiers._workers = Disk()
         self.manager.wait = self.disk.read_one
         self.loaded: dict[str, int] = {}
         self.leaving: set[str] = set()

@@ -10,16 +10,16 @@ unfinished request names stays registered with the content it had.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.adapters.entry import NEVER, Entry, frame_of
-from workbench.adapters.host import HostTier
+from workbench.adapters.entry import Entry, frame_of
 from workbench.adapters.model import LoRAModel, LoRATargetModule
 from workbench.adapters.reading import Reader
 from workbench.adapters.slots import SlotTable
+from workbench.adapters.tiers import Tiers
 from workbench.adapters.turn import Turn
 from workbench.adapters.types import LoRAConfig, LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus, split_spec
 from workbench.errors import UserError, names, nearest
@@ -43,18 +43,16 @@ class LoRAManager:
         self, slots: SlotTable, targets: Mapping[str, LoRATargetModule], base: str, config: LoRAConfig,
         place: Callable[[LoRAModel], None],
     ):
-        self.slots, self.config, self._place = slots, config, place
+        self.config = config
         self.turn = Turn()
         self.reader = Reader(targets, base, config.max_lora_rank)
         self._entries: dict[str, Entry] = {}
-        self._in_slots: dict[str, Entry] = {}
-        self._host = HostTier(config.max_host_bytes)
         self._lock = threading.RLock()  # taken after `turn`, never before it
-        # apart, so that an adapter a request waits for is not queued behind a thousand new ones
+        self._tiers = Tiers(slots, self.reader, config, place, self._lock)
+        self.counts = self._tiers.counts
+        # apart from the threads that read again: what a request waits for is not queued behind a thousand new ones
         self._loads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="lora-load")
-        self._reads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="lora-read")
         self._clock = 0
-        self.counts = {"slot_hits": 0, "slot_loads": 0, "slot_evictions": 0, "disk_loads": 0}
 
     def handle(self, request: LoRARequest) -> LoRAResponse:
         """Do what a request asks for."""
@@ -143,8 +141,8 @@ class LoRAManager:
             if entry.tier != "disk":
                 return
             waits_longer = any(e is not entry and e.waiting and e.tier == "disk" for e in self._entries.values())
-            if not waits_longer and self._host.has_room(entry, NEVER):
-                self._start_reading(entry)
+            if not waits_longer:
+                self._tiers.read_ahead(entry)
 
     def enter(self, name: str, ticket: int | None = None) -> int:
         """Count a request that names an adapter, and return its ticket: the time at which it came.
@@ -174,7 +172,7 @@ class LoRAManager:
             entry.users -= 1
             entry.waiting.discard(ticket)
             self._forget_if_done(entry)
-            self._host.trim()
+            self._tiers.host.trim()
 
     def acquire(self, name: str, ticket: int | None = None) -> int | None:
         """Return the slot of an adapter with a lease on it, or None when it cannot run yet.
@@ -188,7 +186,7 @@ class LoRAManager:
             entry = self._entry(name)
             if entry.slot is not None:
                 self.counts["slot_hits"] += 1
-            elif not self._bring_in(entry):
+            elif not self._tiers.bring_in(entry):
                 return None
             entry.used = self._tick()
             entry.waiting.discard(ticket)
@@ -202,6 +200,16 @@ class LoRAManager:
             assert entry.leases > 0, f"a lease on {name!r} was ended twice"
             entry.leases -= 1
             self._forget_if_done(entry)
+
+    def require_slots(self, wanted: Sequence[str]) -> None:
+        """Raise unless the adapters that one request runs on at once can all be in slots, beside those pinned there."""
+        with self._lock:
+            pinned = [name for name, entry in self._tiers.in_slots.items() if entry.pinned and name not in wanted]
+        if len(pinned) + len(wanted) > self.config.max_num_loras:
+            raise UserError(
+                f"{names(wanted)} cannot run together: {self.config.max_num_loras} slots hold them only without the "
+                f"pinned {names(pinned, 4)}; unpin one, or raise max_num_loras"
+            )
 
     def is_reading(self, name: str) -> bool:
         """Whether an adapter is on its way from disk."""
@@ -217,8 +225,8 @@ class LoRAManager:
 
     def close(self) -> None:
         """Stop the worker threads."""
-        for workers in (self._loads, self._reads):
-            workers.shutdown(wait=False, cancel_futures=True)
+        self._loads.shutdown(wait=False, cancel_futures=True)
+        self._tiers.close()
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -244,7 +252,7 @@ class LoRAManager:
     def host_bytes(self) -> int:
         """Bytes of factors on the host, or on their way there, that are in no slot."""
         with self._lock:
-            return self._host.num_bytes
+            return self._tiers.host.num_bytes
 
     def _tick(self) -> int:
         with self._lock:
@@ -276,8 +284,8 @@ class LoRAManager:
                 known = Entry(name, source, dict(where), model.content_hash, model.num_bytes, model.rank, number, model,
                               used=self._tick())
                 self._entries[name] = known
-                self._host.add(known)
-                self._host.trim()
+                self._tiers.host.add(known)
+                self._tiers.host.trim()
             else:
                 # the same content from a new place: the old one may be gone when it is read again
                 known.source, known.where, known.leaving = source, dict(where), False
@@ -302,96 +310,20 @@ class LoRAManager:
         """Pin an adapter if it is read; False when it must be waited for."""
         with self.turn, self._lock:
             entry = self._entry(name)
-            pinned = [other.name for other in self._in_slots.values() if other.pinned and other is not entry]
+            pinned = [other.name for other in self._tiers.in_slots.values() if other.pinned and other is not entry]
             if len(pinned) >= self.config.max_num_loras:
-                raise UserError(f"no slot is left to pin {name!r}: {self._all_pinned(pinned)}")
-            if entry.slot is None and not self._bring_in(entry):
+                raise UserError(f"no slot is left to pin {name!r}: {self._tiers.all_pinned(pinned)}")
+            if entry.slot is None and not self._tiers.bring_in(entry):
                 if entry.model is None:
                     return False
                 raise UserError(f"no slot is free for {name!r}: requests use all {self.config.max_num_loras}")
             entry.used, entry.pinned = self._tick(), True
             return True
 
-    def _all_pinned(self, pinned: list[str]) -> str:
-        return (
-            f"all {self.config.max_num_loras} slots hold pinned adapters ({names(pinned, 4)}); unpin one, or raise "
-            "max_num_loras"
-        )
-
-    def _bring_in(self, entry: Entry) -> bool:
-        """Put an adapter into a slot; False, with a read begun where that is possible, when it cannot be done yet."""
-        if entry.error is not None:
-            message, entry.error = entry.error, None
-            raise UserError(message)
-        if entry.model is None:
-            if entry.loading is None and self._host.has_room(entry, entry.asked):
-                self._start_reading(entry)
-            return False
-        if not self._free_a_slot(entry):
-            return False
-        try:
-            self._place(entry.model)
-            entry.slot = self.slots.put(entry.model)
-        except (RuntimeError, MemoryError) as error:
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"adapter {entry.name!r} cannot be put into a slot: {first}") from error
-        self._in_slots[entry.name] = entry
-        self._host.discard(entry)
-        self.counts["slot_loads"] += 1
-        self._host.trim()
-        return True
-
-    def _free_a_slot(self, entry: Entry) -> bool:
-        held = self._in_slots.values()
-        if len(held) < self.config.max_num_loras:
-            return True
-        if all(other.pinned for other in held):
-            raise UserError(f"adapter {entry.name!r} cannot run: {self._all_pinned([e.name for e in held])}")
-        idle = [other for other in held if not other.leases and not other.pinned]
-        if not idle:
-            return False
-        # those that nobody waits for first, the least recently used first; then whose turn comes last
-        self._vacate(min(idle, key=lambda e: (1, -e.asked) if e.waiting else (0, e.used)))
-        self.counts["slot_evictions"] += 1
-        return True
-
-    def _vacate(self, entry: Entry) -> None:
-        self.slots.drop(entry.slot)
-        entry.slot = None
-        del self._in_slots[entry.name]
-        self._host.add(entry)
-
-    def _start_reading(self, entry: Entry) -> None:
-        self._host.add(entry)
-        entry.loading = self._reads.submit(self._reread, entry)
-
-    def _reread(self, entry: Entry) -> None:
-        """Read a registered adapter again, on a worker thread."""
-        model = self.reader.read(entry.name, entry.source, entry.where)
-        with self._lock:
-            self.counts["disk_loads"] += 1
-            entry.loading = None
-            if isinstance(model, LoRAResponse):
-                entry.error = model.message
-            elif model.content_hash != entry.content_hash:
-                entry.error = (
-                    f"adapter {entry.name!r} in {entry.source!r} has changed since it was loaded; unload it, then load "
-                    "it again"
-                )
-            else:
-                entry.model = model
-            if entry.model is None:
-                self._host.discard(entry)
-            self._host.trim()
-
     def _forget_if_done(self, entry: Entry) -> None:
         if entry.leaving and not entry.num_uses:
             self._forget(entry)
 
     def _forget(self, entry: Entry) -> None:
-        if entry.slot is not None:
-            self._vacate(entry)
-        if entry.loading is not None:
-            entry.loading.cancel()
-        self._host.discard(entry)
+        self._tiers.remove(entry)
         del self._entries[entry.name]

@@ -354,6 +354,8 @@ class Engine:
 
     def _admit(self, request: Request) -> bool:
         slots: list[int] = []
+        if len(request.names) > 1:
+            self.adapters.require_slots(request.names)
         for name, ticket in zip(request.names, request.tickets, strict=True):
             slot = self._acquire(name, ticket, held=request.names[: len(slots)])
             if slot is None:
