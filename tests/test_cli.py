@@ -285,6 +285,21 @@ def test_every_command_has_help_with_an_example(run):
         assert code == 0 and "example" in out
 
 
+def test_a_settings_file_says_how_to_run(run, mistake, tiny, tmp_path):
+    file = tmp_path / "w.toml"
+    file.write_text(f'[engine]\nbase = "{tiny / "base"}"\nmax_len = 20\n[lora_config]\nmax_lora_rank = 2\n')
+    code, out, _ = run("generate", "--config", file, "--prompt-ids", "1,2", "--max-tokens", 3, "--json")
+    assert code == 0 and len(json.loads(out)["token_ids"]) == 3
+    assert "room for 20" in mistake("generate", "--config", file, "--prompt-ids", "1,2", "--max-tokens", 30)
+    adapter = tiny / "xlora" / "adapter_1"
+    assert "max_lora_rank is 2" in mistake("generate", "--config", file, "--adapter", adapter, "--prompt-ids", "1",
+                                              "--max-tokens", 3)
+    file.write_text("[engin]\n")
+    assert "did you mean 'engine'" in mistake("generate", "--config", file, "--prompt-ids", "1")
+    file.write_text("[lora_config]\nmax_num_lora = 2\n")
+    assert "did you mean 'max_num_loras'" in mistake("generate", "--config", file, "--prompt-ids", "1")
+
+
 def test_import_is_light():
     """`import workbench` and `workbench --help` load neither torch nor transformers."""
     code = ("import sys, workbench, workbench.cli; workbench.cli.parser(); "

@@ -99,19 +99,33 @@ def _is_required(item: Field) -> bool:
 
 def read_toml(path: str | Path, section: str) -> Mapping:
     """Return the table `section` of a TOML file."""
+    data = _read(path)
+    if section not in data:
+        raise UserError(
+            f"settings {str(path)!r} has no table [{section}]{nearest(section, data)}; it has {names(data)}"
+        )
+    return data[section]
+
+
+def read_tables(path: str | Path, known: tuple[str, ...]) -> Mapping:
+    """Return a TOML file's tables; one that is not among `known` is a UserError that names the nearest."""
+    tables = _read(path)
+    for name in tables:
+        if name not in known:
+            raise UserError(f"settings {str(path)!r} has an unknown table [{name}]{nearest(name, known)}; known: "
+                            f"{names(known)}")
+    return tables
+
+
+def _read(path: str | Path) -> Mapping:
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         raise UserError(f"settings {str(path)!r} is not UTF-8 text, expected TOML") from None
     except OSError as error:
         raise UserError(f"settings {str(path)!r} cannot be read: {error.strerror}") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"settings {str(path)!r} is not valid TOML: {error}") from None
-    if section not in data:
-        raise UserError(
-            f"settings {str(path)!r} has no table [{section}]{nearest(section, data)}; it has {names(data)}"
-        )
-    return data[section]
 
 
 def check_types(config: object, where: str) -> None:

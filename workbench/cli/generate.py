@@ -49,11 +49,12 @@ def add_parser(commands: Any, formatter: type) -> None:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add what says which base runs, and how."""
     parser.add_argument("--base", metavar="SOURCE", help="base model: demo, folder or Hub id")
-    parser.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 or float16")
+    parser.add_argument("--config", metavar="FILE", help="TOML file with [engine] and [lora_config]; options win")
+    parser.add_argument("--dtype", help="float32 (default), bfloat16 or float16")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda when there is one)")
     parser.add_argument("--revision", help="revision of the base on the Hub")
     parser.add_argument("--offline", action="store_true", default=None, help="never ask the Hub; use its cache")
-    parser.add_argument("--no-drafting", dest="drafting", action="store_false",
+    parser.add_argument("--no-drafting", dest="drafting", action="store_false", default=None,
                         help="never run a scaling row in advance (same result, more forwards)")
 
 
@@ -74,7 +75,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--chat needs the prompt as text (--prompt), not as token ids")
     if arguments.trace and not Path(arguments.trace).resolve().parent.is_dir():
         raise UserError(f"--trace {arguments.trace!r}: there is no folder {str(Path(arguments.trace).parent)!r}")
+    if arguments.trace and Path(arguments.trace).suffix != ".safetensors":
+        raise UserError(f"--trace {arguments.trace!r}: expected the name of a .safetensors file")
     from workbench.engine import Sampling
+    from workbench.engine.options import policy_of
+
+    policy_of(arguments.tgt_non_granular_index, None, arguments.mixture)
 
     keys = Sampling.__dataclass_fields__
     sampling = Sampling(**{key: value for key, value in vars(arguments).items() if key in keys and value is not None})
@@ -84,10 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
     engine, chosen = load(arguments, prompt, sampling.max_tokens)
     with engine.record("scalings") as recorder:
         completion = _generate(engine, arguments, prompt, sampling, chosen)
-    if arguments.trace:
-        recorder.trace(completion.request_id).save(arguments.trace)
     if completion.error:
         raise UserError(completion.error)
+    if arguments.trace:
+        recorder.trace(completion.request_id).save(arguments.trace)
     if arguments.json:
         print(json.dumps({"base": engine.base_id, "dtype": engine.config.dtype, **chosen, **completion.to_dict(),
                           "trace": arguments.trace}))
@@ -99,7 +105,6 @@ def load(arguments: argparse.Namespace, prompt: Any, max_tokens: int) -> tuple[E
 
     The prompt, the mixture and the adapter's files are checked before the base's weights are read.
     """
-    from workbench.config import EngineConfig
     from workbench.engine.base import BaseInfo
     from workbench.engine.engine import Engine
     from workbench.engine.sources import base_setting, named_base, read_ordering
@@ -109,16 +114,31 @@ def load(arguments: argparse.Namespace, prompt: Any, max_tokens: int) -> tuple[E
     base = arguments.base
     if base is None and arguments.mixture:
         base = named_base(arguments.mixture, ordering, options)
-    info = BaseInfo.read(EngineConfig().change(**base_setting(base), **options))
+    config, lora = read_config(arguments.config)
+    info = BaseInfo.read(config.change(**base_setting(base), **options))
     info.prompts.encode(prompt, max_tokens)
     if arguments.mixture:
-        engine = Engine.from_mixture(arguments.mixture, ordering=ordering, settings=dict(arguments.set), info=info)
+        engine = Engine.from_mixture(
+            arguments.mixture, ordering=ordering, settings=dict(arguments.set), info=info, lora=lora
+        )
         return engine, {"mixture": next(iter(engine.mixtures))}
     if arguments.adapter is None:
-        return Engine(info=info), {}
+        return Engine(info=info, lora=lora), {}
     check_adapter(arguments.adapter, info, arguments.offline)
-    engine = Engine(info=info)
+    engine = Engine(info=info, lora=lora)
     return engine, {"adapter": engine.load_adapter(arguments.adapter, offline=arguments.offline)}
+
+
+def read_config(path: str | None) -> tuple[Any, Any]:
+    """Return the `EngineConfig` and `LoRAConfig` of a TOML file; a table it lacks, or no file, gives the defaults."""
+    from workbench.adapters.types import SECTION, LoRAConfig
+    from workbench.config import EngineConfig, read_tables
+
+    tables = read_tables(path, ("engine", SECTION)) if path else {}
+    engine, lora = tables.get("engine", {}), tables.get(SECTION, {})
+    return EngineConfig.from_mapping(engine, f"[engine] of {path!r}"), LoRAConfig.from_mapping(
+        lora, f"[{SECTION}] of {path!r}"
+    )
 
 
 def check_adapter(source: str, info: BaseInfo, offline: bool | None) -> None:
