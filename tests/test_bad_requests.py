@@ -38,6 +38,7 @@ def engine(tmp_path_factory) -> Engine:
         ([3, None], "not None"),
         (None, "a prompt is text, token ids or a list of chat messages, not NoneType"),
         (3, "not int"),
+        (b"text", "not bytes"),
         ({"role": "user"}, "not dict"),
         ([3] * 126, "the prompt has 126 tokens and max_tokens is 3: 129 in all, but base 'tiny' has room for 128"),
         ([{"role": "user"}], "a chat message needs role and content: {'role': 'user'}"),

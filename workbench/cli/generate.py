@@ -81,7 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
     from workbench.engine.options import policy_of
 
     policy_of(arguments.tgt_non_granular_index, None, arguments.mixture)
-
     keys = Sampling.__dataclass_fields__
     sampling = Sampling(**{key: value for key, value in vars(arguments).items() if key in keys and value is not None})
     prompt = arguments.prompt if arguments.prompt is not None else arguments.prompt_ids

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from workbench import hub
 from workbench.adapters.model import LoRATargetModule
 from workbench.config import EngineConfig
@@ -41,8 +43,9 @@ class BaseInfo:
         """Find the base that `config` names and read everything but its weights.
 
         Raises:
-            UserError: not found, not supported, or a `max_len` beyond its context.
+            UserError: not found, not supported, a `max_len` beyond its context, or a device that is not here.
         """
+        _require_device(config.device)
         folder = hub.resolve_base(config.base, revision=config.revision, token=config.token, offline=config.offline)
         label = label_of(config.base, folder)
         hf_config = load_config(folder, label, config.trust_remote_code)
@@ -56,3 +59,10 @@ class BaseInfo:
     def targets(self) -> Mapping[str, LoRATargetModule]:
         """Return module path -> site of its linear modules, from the architecture alone."""
         return linear_targets(meta_model(self.hf_config))
+
+
+def _require_device(device: str | None) -> None:
+    index = (device or "cpu").removeprefix("cuda").lstrip(":") or "0"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index.isdigit() and int(index) >= count:
+        raise UserError(f"engine: 'device' is {device!r}, but torch finds {count or 'no'} CUDA devices here; use 'cpu'")

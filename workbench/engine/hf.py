@@ -84,7 +84,7 @@ class BaseModel:
                     ignore_mismatched_sizes=True,
                 )
         except Exception as error:  # transformers and safetensors raise many kinds; all mean the files do not load
-            raise UserError(f"base {name!r}: its weights in {folder} do not load: {_first_line(error)}") from None
+            raise UserError(f"base {name!r}: its weights in {folder} do not load: {first_line(error)}") from None
         if missing := sorted(info["missing_keys"]):
             raise UserError(f"base {name!r}: {len(missing)} weights are missing from {folder}: {names(missing, 4)}")
         if wrong := sorted(f"{key} is {list(has)}, not {list(asked)}" for key, has, asked in info["mismatched_keys"]):
@@ -190,7 +190,7 @@ def load_config(folder: Path, name: str, trust_remote_code: bool = False) -> Any
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # transformers validates configs with several exception types of its own
-        raise UserError(f"base {name!r}: {folder} has no usable config.json: {_first_line(error)}") from None
+        raise UserError(f"base {name!r}: {folder} has no usable config.json: {first_line(error)}") from None
     check_supported(config, name)
     return config
 
@@ -319,5 +319,7 @@ def _progress_bars(shown: bool) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's error, with the next where it ends in a colon; its kind if empty."""
+    first, *rest = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join([first.strip(), *(line.strip() for line in rest[:1] if first.rstrip().endswith(":"))])[:300]

@@ -7,6 +7,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from workbench.adapters.config import read_object
+from workbench.engine.hf import first_line
 from workbench.errors import UserError
 
 
@@ -19,18 +21,19 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any | None:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizer libraries raise bare Exceptions for malformed files
-        raise UserError(f"the tokenizer in {folder} does not load: {str(error).splitlines()[0][:300]}") from None
+        raise UserError(f"the tokenizer in {folder} does not load: {first_line(error)}") from None
 
 
 def eos_ids(folder: Path, config: Any, tokenizer: Any | None) -> frozenset[int]:
     """Return the tokens that end a sequence: the generation config's (else the config's) and the tokenizer's."""
-    from transformers import GenerationConfig
-
-    named = config.eos_token_id
-    if (folder / "generation_config.json").is_file():
-        named = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id or named
-    listed = named if isinstance(named, (list, tuple)) else [named]
-    return frozenset(i for i in [*listed, getattr(tokenizer, "eos_token_id", None)] if i is not None)
+    named, file = config.eos_token_id, folder / "generation_config.json"
+    if file.is_file():
+        own = read_object(file, "generation config").get("eos_token_id")
+        named = named if own is None else own
+    listed = [i for i in (named if isinstance(named, (list, tuple)) else [named]) if i is not None]
+    if wrong := [i for i in listed if isinstance(i, bool) or not isinstance(i, int)]:
+        raise UserError(f"{folder}: eos_token_id must be token ids, whole numbers, not {wrong[0]!r}")
+    return frozenset([*listed, *(i for i in [getattr(tokenizer, "eos_token_id", None)] if i is not None)])
 
 
 class Prompts:
@@ -85,10 +88,12 @@ class Prompts:
         if isinstance(prompt, str):
             if not prompt:
                 return []
+            if not prompt.isprintable() and any("\ud800" <= char <= "\udfff" for char in prompt):
+                raise UserError("the prompt holds half a character (a lone surrogate): it was no UTF-8 text")
             return list(self._need_tokenizer("text")(prompt)["input_ids"])
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             return self._chat(prompt)
-        if isinstance(prompt, Sequence):
+        if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
             return list(prompt)
         if hasattr(prompt, "tolist"):
             return self._ids(prompt.tolist())
