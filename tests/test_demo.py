@@ -54,6 +54,16 @@ def test_the_right_adapter_leads_in_every_segment(demo):
     assert Path(report["picture"]).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.parametrize(("options", "said"), [
+    (["--max-tokens", "100000"], "shorten the prompt or lower max_tokens"),
+    (["--tgt-non-granular-index", "-1"], "tgt_non_granular_index must be a whole number"),
+])
+def test_what_cannot_run_is_a_sentence_before_the_base_is_loaded(tmp_path, capsys, monkeypatch, options, said):
+    monkeypatch.setattr("workbench.engine.hf.BaseModel.load", lambda *_, **__: pytest.fail("the base was loaded"))
+    assert main(["demo", "--out", str(tmp_path / "out"), *options]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_report_for_people_names_the_page(tmp_path, capsys):
     assert main(["demo", "--max-tokens", "2", "--out", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out

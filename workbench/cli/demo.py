@@ -53,17 +53,20 @@ def run(arguments: argparse.Namespace) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {arguments.out!r} cannot be made: {error.strerror}") from None
-    _say(arguments, "loading the base model and four adapters")
-    engine = _engine(arguments.base)
-    load_time_s = time.perf_counter() - clock
     segments = read_segments()
     texts = [segment["text"] for segment in segments]
+    prompts = [_SEPARATOR.join(texts), *texts]
+    _say(arguments, "loading the base model and four adapters")
+    engine = _engine(arguments, prompts)
+    load_time_s = time.perf_counter() - clock
     _say(arguments, f"continuing them together, and each alone, by {arguments.max_tokens} tokens")
     clock = time.perf_counter()
     with engine.record("scalings") as recorder:
-        answers = engine.generate([_SEPARATOR.join(texts), *texts], mixture="demo", sampling=sampling,
+        answers = engine.generate(prompts, mixture="demo", sampling=sampling,
                                   tgt_non_granular_index=arguments.tgt_non_granular_index)
     generate_time_s = time.perf_counter() - clock
+    if failed := [each.error for each in answers if each.error]:
+        raise UserError(failed[0])
     completion, *alone = answers
     trace = recorder.trace(completion.request_id)
     clock = time.perf_counter()
@@ -132,10 +135,18 @@ def write_files(trace: Trace, out: Path) -> dict[str, str]:
     return {key: str(path) for key, path in paths.items()}
 
 
-def _engine(base: str | None) -> Engine:
+def _engine(arguments: argparse.Namespace, prompts: list[str]) -> Engine:
+    """Load the engine, once everything that needs no weights is known to fit."""
+    from workbench.config import EngineConfig
     from workbench.engine import Engine
+    from workbench.engine.base import BaseInfo
+    from workbench.engine.options import policy_of
 
-    return Engine.from_mixture("demo", base=base, dtype="float32")
+    policy_of(arguments.tgt_non_granular_index, None, "demo")
+    info = BaseInfo.read(EngineConfig(base=arguments.base or "demo", dtype="float32"))
+    for prompt in prompts:
+        info.prompts.encode(prompt, arguments.max_tokens)
+    return Engine.from_mixture("demo", info=info)
 
 
 def _print_report(report: dict[str, Any], trace: Trace) -> None:
