@@ -267,6 +267,13 @@ def test_inspect_says_what_is_there_and_what_is_wrong(run, copy):
     assert code == 0 and json.loads(out)["rank"] == "4 at 10 sites"
 
 
+@pytest.mark.parametrize(("source", "kind"), [("org/xlora", "mixture"), ("org/xlora/adapter_1", "adapter")])
+def test_inspect_tells_a_mixture_on_the_hub_from_an_adapter(run, tiny, monkeypatch, source, kind):
+    monkeypatch.setattr("workbench.hub.local_folder", lambda name, noun: tiny / name.removeprefix("org/"))
+    code, out, _ = run("inspect", source)
+    assert code == 0 and out.splitlines()[0].split() == ["kind", kind]
+
+
 def test_ordering_make_writes_what_check_accepts(run, tiny, tmp_path):
     file = tmp_path / "made.json"
     code, _, _ = run("ordering", "make", "--base", tiny / "base", "--adapters", "adapter_1..adapter_3",

@@ -53,9 +53,22 @@ def inspect(path: str, base: str | None = None) -> tuple[dict[str, Any], list[st
     if file.is_file() and file.suffix == ".safetensors" and "adapter" not in file.name:
         return _trace(file)
     targets = _targets(base) if base else None
-    if path == "demo" or _is_mixture(file):
+    if path == "demo" or _is_mixture(file if file.exists() else _fetched(path)):
         return _mixture(path, targets, base)
     return _adapter(path, targets, base)
+
+
+def _fetched(source: str) -> Path:
+    """Return the folder of an adapter or mixture that is not here; the source itself when there is none."""
+    from workbench import hub
+    from workbench.errors import ContentError
+
+    try:
+        return hub.resolve_adapter(source)
+    except ContentError:  # found, and no adapter
+        return hub.resolve_mixture(source)
+    except UserError:  # said again, as a problem, when it is read
+        return Path(source)
 
 
 def _is_mixture(folder: Path) -> bool:
