@@ -91,8 +91,9 @@ def _check_against(given: Any, arguments: argparse.Namespace) -> list[str]:
     base = arguments.base or named_base(arguments.mixture, given, {"offline": arguments.offline})
     targets = linear_targets(meta_model(hub.resolve_config(base, offline=arguments.offline)))
     if not arguments.mixture:
-        if given.layers is not None:
-            given.verify([site for site in targets if site in given.layers])
+        if given.layers is None:
+            return [f"no sites to look for in base {base!r}; name a mixture to check its adapters"]
+        given.verify([site for site in targets if site in given.layers])
         return [f"its sites exist in base {base!r}"]
     files = find_mixture(hub.resolve_mixture(arguments.mixture, offline=arguments.offline))
     files.require(given.order)
