@@ -139,8 +139,12 @@ def test_settings_override_the_mixtures(run, tiny):
     (["--prompt-ids", "1", "--set", "top_k_lora"], "NAME=VALUE"),
     (["--prompt-ids", "1", "--chat"], "--chat needs the prompt as text"),
     (["--prompt-ids", "1", "--trace", "/no/such/folder/t.safetensors"], "no folder"),
+    (["--prompt-ids", "1", "--trace", "t.txt"], "'t.txt': expected the name of a .safetensors file"),
+    (["--prompt-ids", "1", "--device", "cuda:99"], "'device' is 'cuda:99', but torch finds"),
+    (["--prompt", "t1 \udcff"], "lone surrogate"),
 ])
-def test_bad_requests_are_sentences(mistake, tiny, options, said):
+def test_bad_requests_are_sentences_before_the_base_is_loaded(mistake, tiny, options, said, monkeypatch):
+    monkeypatch.setattr("workbench.engine.hf.BaseModel.load", lambda *_, **__: pytest.fail("the base was loaded"))
     assert said in mistake(*mixture_arguments(tiny, *options))
 
 
@@ -232,6 +236,21 @@ def _missing_adapter(copy):
     return "'adapter_2'", "no adapter folder"
 
 
+def _adapter_without_config(copy):
+    (copy / "xlora" / "adapter_2" / "adapter_config.json").unlink()
+    return "there is no adapter_config.json in 'adapter_2'"
+
+
+def _broken_generation_config(copy):
+    (copy / "base" / "generation_config.json").write_text("{")
+    return "generation_config.json' is not valid JSON"
+
+
+def _end_that_is_no_token(copy):
+    rewrite(copy / "base" / "generation_config.json", eos_token_id="</s>")
+    return "eos_token_id must be token ids, whole numbers, not '</s>'"
+
+
 def _unsupported_architecture(copy):
     rewrite(copy / "base" / "config.json", model_type="bloom", architectures=["BloomForCausalLM"])
     return "bloom", "not supported"
@@ -240,7 +259,7 @@ def _unsupported_architecture(copy):
 @pytest.mark.parametrize("damage", [
     _order_of_another, _repeated_index, _unknown_site, _broken_json, _wrong_depth, _classifier_of_other_shape,
     _truncated_adapter, _pickled_adapter, _dora, _adapter_of_another_width, _missing_adapter,
-    _unsupported_architecture,
+    _adapter_without_config, _broken_generation_config, _end_that_is_no_token, _unsupported_architecture,
 ])
 def test_damage_is_named_before_the_base_is_loaded(mistake, copy, damage, monkeypatch):
     said = damage(copy)

@@ -72,9 +72,11 @@ class MixtureFiles:
         """Check that every adapter of `order` was found; a UserError lists those that were not."""
         missing = [name for name in order if name not in self.adapters]
         if missing:
+            bare = [name for name in missing if (self.folder / name).is_dir()]
+            hint = f" (there is no {CONFIG_FILE} in {names(bare)})" if bare else nearest(missing[0], self.adapters)
             raise UserError(
-                f"mixture {self.folder}: no adapter folder for {names(missing)} of the order"
-                f"{nearest(missing[0], self.adapters)}. Found: {names(sorted(self.adapters))}"
+                f"mixture {self.folder}: no adapter folder for {names(missing)} of the order{hint}. "
+                f"Found: {names(sorted(self.adapters))}"
             )
 
 
