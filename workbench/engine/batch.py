@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lora_kernels.segments import BASE_SLOT, Segment
+from lora_kernels.segments import BASE_SLOT, segments
 from workbench.adapters.linear import EVERY_SITE, MixtureSegment, RowWeights
 from workbench.adapters.merge import constant_weights
 
@@ -138,7 +138,7 @@ def _group(plan: SpanPlan) -> tuple:
 
 
 def _row_weights(spans: list[RowSpan], num_rows: int, device: torch.device, fixed_shape: bool) -> RowWeights:
-    one_hot: list[Segment] = []
+    slots = [BASE_SLOT] * num_rows
     mixtures: list[MixtureSegment] = []
     for span in spans:
         request, (start, stop) = span.plan.request, (span.start, span.stop)
@@ -146,30 +146,22 @@ def _row_weights(spans: list[RowSpan], num_rows: int, device: torch.device, fixe
             weights = torch.tensor(constant_weights(request.merged), device=device)[None, None]
             _join_mixture(mixtures, MixtureSegment(start, stop, request.merged_slots, weights, EVERY_SITE))
         elif request.mixture is None:
-            if request.slot != BASE_SLOT:
-                _join_one_hot(one_hot, Segment(start, stop, request.slot))
+            slots[start:stop] = [request.slot] * (stop - start)
         elif (weights := request.row_weights(span.plan.kind, span.plan.first, span.plan.stop)) is not None:
             mixture = request.mixture
             segment = MixtureSegment(start, stop, mixture.slots, weights.to(device), mixture.site_index)
             _join_mixture(mixtures, segment)
-    return RowWeights(num_rows, tuple(one_hot), tuple(mixtures), fixed_shape)
+    return RowWeights(num_rows, segments(slots), tuple(mixtures), fixed_shape)
 
 
-def _join_one_hot(segments: list[Segment], new: Segment) -> None:
-    if segments and segments[-1].stop == new.start and segments[-1].slot == new.slot:
-        segments[-1] = segments[-1]._replace(stop=new.stop)
-    else:
-        segments.append(new)
-
-
-def _join_mixture(segments: list[MixtureSegment], new: MixtureSegment) -> None:
-    last = segments[-1] if segments else None
+def _join_mixture(placed: list[MixtureSegment], new: MixtureSegment) -> None:
+    last = placed[-1] if placed else None
     if last and last.stop == new.start and last.slots == new.slots and last.site_index is new.site_index:
         weights = _joined(last, new)
         if weights is not None:
-            segments[-1] = MixtureSegment(last.start, new.stop, new.slots, weights, new.site_index)
+            placed[-1] = MixtureSegment(last.start, new.stop, new.slots, weights, new.site_index)
             return
-    segments.append(new)
+    placed.append(new)
 
 
 def _joined(left: MixtureSegment, right: MixtureSegment) -> Tensor | None:
