@@ -6,8 +6,7 @@ Contract: every tensor of the file ends up in a factor pair or in an error; noth
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from workbench.adapters.factors import Factors, is_finite
 from workbench.adapters.fitting import fit
 from workbench.adapters.modules import LoRATargetModule
 from workbench.adapters.peft_save import own_factors
-from workbench.errors import TransientError, UserError, names
+from workbench.adapters.tensorfile import read_tensors
+from workbench.errors import UserError
 from workbench.jsonfile import read_file
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "LoRAModel", "LoRATargetModule", "read_tensors"]
@@ -34,7 +34,7 @@ class LoRAModel:
         name: what requests call it.
         config: its checked config.
         a: site -> float32 `[rank, in]`.
-        b: site -> float32 `[rank, out]`, B transposed, times its scale.
+        b: site -> float32 `[rank, out]`, B transposed (a view), times its scale.
         content_hash: SHA-256 of the config's and weights' bytes, hex.
         embeddings: sites that look up rows of A instead of multiplying by it.
         magnitudes: site -> DoRA's magnitudes, float32 `[out]`, until `fit` has seen the base's weights.
@@ -71,20 +71,18 @@ class LoRAModel:
         # each file is read once, so that the hash is that of what was parsed, even if a file changes meanwhile
         settings = read_file(config_path, "adapter config")
         config = AdapterConfig.from_bytes(settings, config_path)
-        weights = read_weights(weights_path, what)
-        content_hash = _hash_aside(settings, weights)
-        tensors = own_factors(parse_tensors(weights, weights_path, what), weights_path.parent.name)
+        digest = hashlib.sha256(settings)
+        tensors = own_factors(read_tensors(weights_path, what, digest), weights_path.parent.name)
         factors = Factors.parse(tensors, config, name)
         a: dict[str, Tensor] = {}
         b: dict[str, Tensor] = {}
-        for site, (down, up) in factors.pairs.items():
+        for site, (down, up) in _without_ballast(factors.pairs).items():
             scale = config.scale_at(site, down.shape[0])
-            a[site] = down.contiguous()
-            b[site] = up.T.contiguous().mul_(scale)
+            a[site], b[site] = down, up.mul_(scale).T
             if not is_finite(b[site]):
                 raise UserError(f"adapter {name!r}: lora_B of {site!r} times its scale {scale:g} is infinite")
         return cls(
-            name, config, a, b, content_hash(), factors.embeddings, factors.magnitudes, factors.base_copies
+            name, config, a, b, digest.hexdigest(), factors.embeddings, factors.magnitudes, factors.base_copies
         )
 
     @property
@@ -133,64 +131,9 @@ class LoRAModel:
             )
 
 
-def _hash_aside(settings: bytes, weights: bytes) -> Callable[[], str]:
-    """Begin to hash an adapter's files in a thread of their own; return a function that gives the hash.
-
-    It takes as long as all the rest of reading, and the interpreter is free meanwhile.
-    """
-    digest = hashlib.sha256(settings)
-    thread = threading.Thread(target=digest.update, args=(weights,), daemon=True)
-    thread.start()
-
-    def content_hash() -> str:
-        thread.join()
-        return digest.hexdigest()
-
-    return content_hash
-
-
-def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
-    """Read a safetensors file; `what` names it in errors. Pickle files are refused, never opened.
-
-    Raises:
-        UserError: no such file, a pickle file in its place, or corrupt content.
-    """
-    return parse_tensors(read_weights(path, what), path, what)
-
-
-def read_weights(path: Path, what: str) -> bytes:
-    """Return the bytes of a safetensors file; `what` names it in errors.
-
-    Raises:
-        UserError: no such file, or a pickle file in its place; TransientError: the disk fails.
-    """
-    if not path.is_file():
-        pickles = sorted(p.name for p in path.parent.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".pkl"))
-        if pickles:
-            raise UserError(
-                f"{what}: {path.parent} has only pickle weights ({names(pickles)}), which can run code when opened and "
-                "are refused; convert them to safetensors"
-            )
-        raise UserError(f"{what}: weights not found: {path}")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise TransientError(f"{what}: {path} cannot be read: {error.strerror or error}") from None
-
-
-def parse_tensors(content: bytes, path: Path, what: str) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file's `content` by name, in memory of their own.
-
-    They never lie in a mapping of the file: an adapter overwritten on disk would change, or crash, the one that runs.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    if content.startswith(b"version https://git-lfs"):
-        raise UserError(f"{what}: {path} is a Git LFS pointer, not the weights; fetch them with 'git lfs pull'")
-    try:
-        tensors = load(content)
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise UserError(f"{what}: {path} is not a readable safetensors file (truncated or corrupt?): {error}") from None
-    # the library gives them in another order each time, and messages would follow
-    return dict(sorted(tensors.items()))
+def _without_ballast(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> Mapping[str, tuple[Tensor, Tensor]]:
+    """Return factors that keep no more than themselves in memory: views of a file keep all of it."""
+    used = sum(factor.nbytes for pair in pairs.values() for factor in pair)
+    if max(factor.untyped_storage().nbytes() for pair in pairs.values() for factor in pair) <= 1.1 * used:
+        return pairs
+    return {site: (down.clone(), up.clone()) for site, (down, up) in pairs.items()}
