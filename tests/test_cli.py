@@ -293,6 +293,18 @@ def test_inspect_tells_a_mixture_on_the_hub_from_an_adapter(run, tiny, monkeypat
     assert code == 0 and out.splitlines()[0].split() == ["kind", kind]
 
 
+def test_inspect_tells_a_base_from_its_files(run, mistake, copy):
+    code, out, _ = run("inspect", copy / "base", "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts["kind"] == "base model" and "q_proj x2" in facts["linear sites"]
+    assert "inspect its folder" in mistake("inspect", copy / "xlora" / "xlora_config.json")
+    code, out, _ = run("inspect", copy / "xlora" / "xlora_classifier.safetensors")
+    assert code == 2 and "kind  file" in out and "problem: " in out
+    _unsupported_architecture(copy)
+    code, out, _ = run("inspect", copy / "base")
+    assert code == 2 and "bloom" in out
+
+
 def test_ordering_make_writes_what_check_accepts(run, tiny, tmp_path):
     file = tmp_path / "made.json"
     code, _, _ = run("ordering", "make", "--base", tiny / "base", "--adapters", "adapter_1..adapter_3",

@@ -100,12 +100,12 @@ def demo_prompt(folder: Path, tokenizer, mixture: Mixture, classifier: nn.Linear
     share, starts = scalings[0].mean(1), [offset[0] for offset in encoded["offset_mapping"]]
     found, begin = [], 0
     for segment in segments:
-        end = begin + len(segment["text"]) + 2
+        end = begin + len(segment["text"])
         rows = share[[begin <= start < end for start in starts]]
         mean = dict(zip(DOMAINS, rows.mean(0).tolist(), strict=True))
         found.append({"domain": segment["domain"], "top_adapter": max(mean, key=mean.get), "tokens": len(rows),
                       "share": rounded(mean)})
-        begin = end
+        begin = end + len("\n\n")
     return found
 
 

@@ -48,14 +48,34 @@ def run(arguments: argparse.Namespace) -> int:
 def inspect(path: str, base: str | None = None) -> tuple[dict[str, Any], list[str]]:
     """Return facts and problems of whatever lies at `path`."""
     file = Path(path)
+    if file.is_file() and file.name.endswith("config.json"):
+        raise UserError(f"{path!r} is one file of an adapter, mixture or base; inspect its folder {str(file.parent)!r}")
     if file.is_file() and file.suffix == ".json":
         return _ordering(file)
+    if (file / "config.json").is_file():
+        return _base(file)
     if file.is_file() and file.suffix == ".safetensors" and "adapter" not in file.name:
         return _trace(file)
     targets = _targets(base) if base else None
     if path == "demo" or _is_mixture(file if file.exists() else _fetched(path)):
         return _mixture(path, targets, base)
     return _adapter(path, targets, base)
+
+
+def _base(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    from workbench import hub
+    from workbench.engine.hf import context_of, linear_targets, load_config
+    from workbench.ordering import meta_model
+
+    facts: dict[str, Any] = {"kind": "base model", "path": str(folder)}
+    try:
+        hub.check_base(folder)
+        config = load_config(folder, folder.name)
+        modules = Counter(site.rsplit(".", 1)[-1] for site in linear_targets(meta_model(config)))
+    except UserError as error:
+        return facts, [str(error)]
+    facts |= {"architecture": config.model_type, "context": f"{context_of(config)} tokens"}
+    return facts | {"linear sites": ", ".join(f"{name} x{count}" for name, count in modules.items())}, []
 
 
 def _fetched(source: str) -> Path:
@@ -143,9 +163,9 @@ def _mixture(path: str, targets: Any, base: str | None) -> tuple[dict[str, Any],
     for name, parts in files.adapters.items():
         try:
             adapter = LoRAModel.from_files(*parts, name)
-            if targets is not None:
-                adapter = adapter.fit(targets, base)
             sites |= set(adapter.sites)
+            if targets is not None:
+                adapter.fit(targets, base)
         except UserError as error:
             problems.append(str(error))
     facts["sites"] = len(sites)
@@ -182,7 +202,7 @@ def _trace(file: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         trace = Trace.load(file)
     except UserError as error:
-        return facts, [str(error)]
+        return {"kind": "file", "path": str(file)}, [str(error)]
     shares = ", ".join(f"{name} {share:.3f}" for name, share in trace.share().items())
     return facts | {"tokens": f"{trace.num_tokens} ({trace.prompt_tokens} of the prompt)", "sites": len(trace.sites),
                     "mean scalings": shares, "mixture": str(trace.metadata.get("mixture"))}, []
