@@ -251,6 +251,11 @@ def _end_that_is_no_token(copy):
     return "eos_token_id must be token ids, whole numbers, not '</s>'"
 
 
+def _missing_preload(copy):
+    rewrite(copy / "ordering.json", preload_adapters=[{"name": "more", "adapter_model_id": "./nowhere/more"}])
+    return "./nowhere", "does not exist"
+
+
 def _unsupported_architecture(copy):
     rewrite(copy / "base" / "config.json", model_type="bloom", architectures=["BloomForCausalLM"])
     return "bloom", "not supported"

@@ -12,7 +12,6 @@ from workbench.errors import UserError
 
 if TYPE_CHECKING:
     from workbench.engine import Completion, Engine
-    from workbench.engine.base import BaseInfo
 
 _EXAMPLE = """examples:
   workbench generate --prompt 'Once upon a time' --max-tokens 20
@@ -106,7 +105,7 @@ def load(arguments: argparse.Namespace, prompt: Any, max_tokens: int) -> tuple[E
     """
     from workbench.engine.base import BaseInfo
     from workbench.engine.engine import Engine
-    from workbench.engine.sources import base_setting, named_base, read_ordering
+    from workbench.engine.sources import base_setting, check_adapter, named_base, read_ordering
 
     options = engine_options(arguments)
     ordering = read_ordering(arguments.ordering)
@@ -123,7 +122,8 @@ def load(arguments: argparse.Namespace, prompt: Any, max_tokens: int) -> tuple[E
         return engine, {"mixture": next(iter(engine.mixtures))}
     if arguments.adapter is None:
         return Engine(info=info, lora=lora), {}
-    check_adapter(arguments.adapter, info, arguments.offline)
+    where = {"offline": arguments.offline}
+    check_adapter(arguments.adapter, Path(arguments.adapter).name, info.targets(), info.label, where)
     engine = Engine(info=info, lora=lora)
     return engine, {"adapter": engine.load_adapter(arguments.adapter, offline=arguments.offline)}
 
@@ -138,14 +138,6 @@ def read_config(path: str | None) -> tuple[Any, Any]:
     return EngineConfig.from_mapping(engine, f"[engine] of {path!r}"), LoRAConfig.from_mapping(
         lora, f"[{SECTION}] of {path!r}"
     )
-
-
-def check_adapter(source: str, info: BaseInfo, offline: bool | None) -> None:
-    """Raise unless an adapter can be read and fits a base's architecture."""
-    from workbench import hub
-    from workbench.adapters import LoRAModel
-
-    LoRAModel.read(hub.resolve_adapter(source, offline=offline), Path(source).name).fit(info.targets(), info.label)
 
 
 def _generate(

@@ -28,7 +28,7 @@ from workbench.engine.request import Request
 from workbench.engine.result import Completion, TraceLabels, completion_of, failed, trace_of
 from workbench.engine.sampling import Sampling
 from workbench.engine.scheduler import Scheduler
-from workbench.engine.sources import base_setting, named_base, read_mixture, read_ordering
+from workbench.engine.sources import base_setting, check_adapter, named_base, read_mixture, read_ordering
 from workbench.engine.text import Detokenizer
 from workbench.errors import UserError, names
 from workbench.instrument.recorder import Recorder
@@ -106,9 +106,12 @@ class Engine:
             base = named_base(mixture, given, options) if base is None else base
             info = BaseInfo.read(EngineConfig().change(base=str(base), **options))
         where = {"token": info.config.token, "offline": info.config.offline}
+        targets = info.targets()
         read = read_mixture(
-            mixture, name, info.targets(), info.label, info.hf_config.hidden_size, given, settings, where
+            mixture, name, targets, info.label, info.hf_config.hidden_size, given, settings, where
         )
+        for entry in given.preload_adapters if given is not None else ():
+            check_adapter(entry["adapter_model_id"], entry["name"], targets, info.label, where)
         engine = cls(info=info, lora=lora)
         engine._install(read)
         engine._preload(given)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import hub
-from workbench.adapters.model import LoRATargetModule
+from workbench.adapters.model import LoRAModel, LoRATargetModule
 from workbench.demo_base import BASE_ID as DEMO_BASE_ID
 from workbench.errors import UserError
 from workbench.ordering import Ordering
@@ -44,3 +44,10 @@ def read_mixture(
     files = find_mixture(hub.resolve_mixture(str(source), **where))
     name = name or Path(str(source)).name
     return Mixture.read(files, name, targets, base, hidden_size, ordering, **(settings or {}))
+
+
+def check_adapter(
+    source: str, name: str, targets: Mapping[str, LoRATargetModule], base: str, where: Mapping[str, Any]
+) -> None:
+    """Raise unless an adapter can be read and fits a base; nothing is kept."""
+    LoRAModel.read(hub.resolve_adapter(source, **where), name).fit(targets, base)
