@@ -1,7 +1,8 @@
 """Turn what a user calls a model, adapter or mixture into a local folder that holds it.
 
-A source is the word "demo", the path of a folder, or a Hub id "org/name". Every folder returned has the files its kind
-needs, as safetensors; whether their contents fit together is for the loaders to say.
+A source is the word "demo", the path of a folder, a Hub id "org/name", or an address on S3, "s3://bucket/folder". Every
+folder returned has the files its kind needs, as safetensors; whether their contents fit together is for the loaders to
+say. A `revision` and a `token` are the Hub's: `workbench.snapshot` says whom a token's downloads are kept from.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import os
 import re
 from pathlib import Path
 
+from workbench import s3, snapshot
 from workbench.errors import ContentError, TransientError, UserError, names, nearest
 from workbench.jsonfile import read_json
-from workbench.snapshot import DATA_FILES, PICKLE_SUFFIXES, TOKENIZER_FILES, Repo, fetch, refuse_pickles
+from workbench.snapshot import DATA_FILES, PICKLE_SUFFIXES, TOKENIZER_FILES, Repo, refuse_pickles
 
 DEMO = "demo"
 DEMO_MIXTURE = Path(__file__).parent / "demo"
@@ -22,6 +24,7 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 XLORA_CONFIG = "xlora_config.json"
+LUDWIG_FOLDERS = ("model_weights", "model/model_weights")
 
 
 def resolve_base(
@@ -45,8 +48,9 @@ def resolve_base(
         return local
     # "*/*" keeps other formats' folders away, and mistral repositories carry a second copy named consolidated
     ignore = ("*/*", "consolidated*")
-    repo = Repo(_hub_id(source, "base model"), "base model", revision, DATA_FILES + TOKENIZER_FILES, ignore, check_base)
-    return fetch(repo, token, offline, progress)
+    remote = _remote_id(source, "base model", revision)
+    repo = Repo(remote, "base model", revision, DATA_FILES + TOKENIZER_FILES, ignore, check_base)
+    return _fetch(repo, token, offline, progress)
 
 
 def resolve_config(
@@ -65,8 +69,9 @@ def resolve_config(
         _refuse_revision(revision, f"base model {str(source)!r} is a local folder")
         _check_config(local)
         return local
-    repo = Repo(_hub_id(source, "base model"), "base model", revision, ("config.json",), (), _check_config)
-    return fetch(repo, token, offline, progress)
+    remote = _remote_id(source, "base model", revision)
+    repo = Repo(remote, "base model", revision, ("config.json",), (), _check_config)
+    return _fetch(repo, token, offline, progress)
 
 
 def resolve_adapter(
@@ -77,7 +82,10 @@ def resolve_adapter(
     offline: bool | None = None,
     progress: bool = True,
 ) -> Path:
-    """Return the folder of one adapter, which may also be "org/name/folder" on the Hub or "demo/NAME"."""
+    """Return the folder of one adapter, which may also be "org/name/folder" on the Hub or "demo/NAME".
+
+    In a folder that Ludwig wrote the adapter lies further inside, and that inner folder is returned.
+    """
     text = str(source)
     if text.split("/")[0] == DEMO:
         _refuse_revision(revision, "the demo ships with the package")
@@ -85,17 +93,17 @@ def resolve_adapter(
     local = local_folder(source, "adapter")
     if local is not None:
         _refuse_revision(revision, f"adapter {text!r} is a local folder")
-        check_adapter(local)
-        return local
-    repo_id, inside = _split_inside(text)
+        return _adapter_within(local)
+    repo_id, inside = (text, "") if s3.is_address(text) else _split_inside(text)
 
-    def check(folder: Path) -> None:
-        check_adapter(subfolder(folder, inside) if inside else folder)
+    def within(folder: Path) -> Path:
+        return _adapter_within(subfolder(folder, inside) if inside else folder)
 
     allow = tuple(f"{inside}/{pattern}" for pattern in DATA_FILES) if inside else DATA_FILES
-    repo = Repo(_hub_id(repo_id, "adapter"), "adapter", revision, allow, () if inside else ("*/*",), check)
-    folder = fetch(repo, token, offline, progress)
-    return subfolder(folder, inside) if inside else folder
+    ignore = () if inside else ("*/*",)
+    remote = _remote_id(repo_id, "adapter", revision)
+    repo = Repo(remote, "adapter", revision, allow, ignore, within, _ludwig_patterns)
+    return within(_fetch(repo, token, offline, progress))
 
 
 def resolve_mixture(
@@ -118,12 +126,14 @@ def resolve_mixture(
         check_mixture(local)
         return local
     allow = DATA_FILES + TOKENIZER_FILES
-    repo = Repo(_hub_id(source, "mixture"), "mixture", revision, allow, (), check_mixture)
-    return fetch(repo, token, offline, progress)
+    repo = Repo(_remote_id(source, "mixture", revision), "mixture", revision, allow, (), check_mixture)
+    return _fetch(repo, token, offline, progress)
 
 
 def local_folder(source: str | Path, noun: str) -> Path | None:
     """Return the folder a path names, or None when `source` is no path; a path to nothing is an error."""
+    if s3.is_address(source):
+        return None
     if not str(source).strip():
         raise UserError(f"the {noun} is an empty text, expected a folder, a Hub id 'org/name' or 'demo'")
     try:
@@ -181,9 +191,12 @@ def check_adapter(folder: Path) -> None:
     if ADAPTER_CONFIG not in files:
         if any(XLORA_CONFIG in name for name in files):
             inner = sorted(child.parent.name for child in folder.glob(f"*/{ADAPTER_CONFIG}"))
-            raise ContentError(f"{label} is a mixture, expected one adapter, such as its folders {names(inner)}")
+            one = f"such as its folders {names(inner)}" if inner else "such as a folder of it, 'mixture/folder'"
+            raise ContentError(f"{label} is a mixture, expected one adapter, {one}")
         hint = nearest(ADAPTER_CONFIG, files)
-        raise ContentError(f"{label} has no {ADAPTER_CONFIG!r}{hint}; it holds {names(files)}")
+        both = names(_ludwig_folders(folder))
+        several = f"; its folders {both} each hold one: give the path of the one meant" if both != "none" else ""
+        raise ContentError(f"{label} has no {ADAPTER_CONFIG!r}{hint}; it holds {names(files)}{several}")
     if ADAPTER_WEIGHTS not in files:
         _report_no_weights(folder, label, repr(ADAPTER_WEIGHTS))
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
@@ -204,6 +217,25 @@ def check_mixture(folder: Path) -> None:
         refuse_pickles(classifiers, label)
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*/*.safetensors")):
         _report_no_weights(folder, label, "a classifier and adapters as safetensors")
+
+
+def _adapter_within(folder: Path) -> Path:
+    """Return the folder that holds the adapter: `folder`, or the one inside it where Ludwig keeps what it trained."""
+    inner = _ludwig_folders(folder)
+    if not (folder / ADAPTER_CONFIG).is_file() and len(inner) == 1:
+        folder = subfolder(folder, inner[0])
+    check_adapter(folder)
+    return folder
+
+
+def _ludwig_folders(folder: Path) -> list[str]:
+    return [name for name in LUDWIG_FOLDERS if (folder / name / ADAPTER_CONFIG).is_file()]
+
+
+def _ludwig_patterns(files: list[str]) -> tuple[str, ...]:
+    """Return patterns of Ludwig's folders, where a repository has its adapter there and not at its top."""
+    inner = [name for name in LUDWIG_FOLDERS if f"{name}/{ADAPTER_CONFIG}" in files and ADAPTER_CONFIG not in files]
+    return tuple(f"{name}/{pattern}" for name in inner for pattern in DATA_FILES)
 
 
 def _check_config(folder: Path) -> None:
@@ -247,6 +279,19 @@ def _demo_adapter(text: str) -> Path:
 def _split_inside(text: str) -> tuple[str, str]:
     parts = text.split("/")
     return "/".join(parts[:2]), "/".join(parts[2:])
+
+
+def _fetch(repo: Repo, token: str | None, offline: bool | None, progress: bool) -> Path:
+    if s3.is_address(repo.repo_id):
+        return s3.fetch(repo, offline, progress)
+    return snapshot.fetch(repo, token, offline, progress)
+
+
+def _remote_id(source: str | Path, noun: str, revision: str | None) -> str:
+    if not s3.is_address(source):
+        return _hub_id(source, noun)
+    _refuse_revision(revision, f"{noun} {str(source)!r} is on S3")
+    return s3.checked_address(source, noun)
 
 
 def _hub_id(source: str | Path, noun: str) -> str:

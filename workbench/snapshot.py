@@ -2,17 +2,24 @@
 
 Only JSON, safetensors and tokenizer files are fetched, so nothing that could run code is ever downloaded. Messages are
 written here and never quote the library's, which may repeat request headers and so a token.
+
+What a token given by the caller fetches goes to a cache of that token's own, so that it is served to nobody else: not
+to another token, and not to a request without one. Without a token everything is as in any program of the Hub's: the
+machine's own login, and the shared cache. A request with a token is served from the shared cache too, offline or not:
+whatever lies there, a request without a token gets as well, so that refusing it would protect nothing and fetch large
+bases twice.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from workbench.errors import ContentError, TransientError, UserError, names, nearest
@@ -21,18 +28,30 @@ DATA_FILES = ("*.json", "*.safetensors")
 TOKENIZER_FILES = ("*.model", "*.tiktoken", "*.jinja", "merges.txt", "vocab.txt")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 REACH_TIMEOUT_S = 5.0
+TOKEN_CACHES = "lora-workbench-tokens"
+
+
+def _nothing_more(files: list[str]) -> tuple[str, ...]:
+    return ()
 
 
 @dataclass(frozen=True)
 class Repo:
-    """One repository to fetch; `check(folder)` raises UserError when the folder does not hold what is needed."""
+    """One repository, or address on S3, to fetch.
+
+    Attributes:
+        allow, ignore: patterns of the files that are fetched, and of those among them that are not.
+        check: raises UserError when a folder does not hold what is needed.
+        also: from the names of all files to patterns of more that this one needs.
+    """
 
     repo_id: str
     noun: str
     revision: str | None
     allow: tuple[str, ...]
     ignore: tuple[str, ...]
-    check: Callable[[Path], None]
+    check: Callable[[Path], object]
+    also: Callable[[list[str]], tuple[str, ...]] = _nothing_more
 
     @property
     def label(self) -> str:
@@ -42,9 +61,13 @@ class Repo:
 
 def fetch(repo: Repo, token: str | None = None, offline: bool | None = None, progress: bool = True) -> Path:
     """Return the local folder of `repo`, from the cache when it is complete there, else downloaded."""
-    cached, problem = _from_cache(repo)
-    if cached is not None and problem is None:
-        return cached
+    _require_text(token)
+    caches = _caches(token)
+    found_in = [_from_cache(repo, cache) for cache in caches]
+    usable = [folder for folder, problem in found_in if folder is not None and problem is None]
+    if usable:
+        return usable[0]
+    problem = next((problem for _, problem in found_in if problem), None)
     found = (
         f"; the cached copy is not usable: {problem}" if problem else f"; it is not in the cache{_near_cached(repo)}"
     )
@@ -60,10 +83,38 @@ def fetch(repo: Repo, token: str | None = None, offline: bool | None = None, pro
             f"connection, or give the path of a local folder"
         )
     with _progress_bars(progress), _as_user_errors(repo, token):
-        _refuse_pickles_only(repo, token)
-        folder = _snapshot(repo, token, local_files_only=False)
+        folder = _download(repo, token, caches[0])
     repo.check(folder)
     return folder
+
+
+def _require_text(token: object) -> None:
+    if token is not None and not (isinstance(token, str) and token.strip()):
+        raise UserError("the token is not a text with something in it; leave it out to use this machine's own login")
+
+
+def _caches(token: str | None) -> tuple[Path, ...]:
+    """Return the folders to look in, the one that downloads go to first."""
+    from huggingface_hub import constants
+
+    shared = Path(constants.HF_HUB_CACHE)
+    if token is None:
+        return (shared,)
+    digest = hashlib.sha256(b"lora-workbench cache of " + token.encode("utf-8", "surrogatepass")).hexdigest()
+    return shared / TOKEN_CACHES / digest[:32], shared
+
+
+def _download(repo: Repo, token: str | None, cache: Path) -> Path:
+    files = _file_names(repo, token)
+    if files and not any(name.endswith(".safetensors") for name in files):
+        refuse_pickles(files, repo.label)
+    if token is not None:
+        # other users of the machine have no business in what a token fetched
+        for folder in (cache.parent, cache):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = _snapshot(repo, token, cache)
+    also = repo.also(files)
+    return _snapshot(replace(repo, allow=also, ignore=()), token, cache) if also else folder
 
 
 def is_offline(offline: bool | None = None) -> bool:
@@ -110,17 +161,21 @@ def _endpoint() -> str:
 
 
 def _shown_endpoint() -> str:
-    """Return the endpoint without the user and password that its address may carry."""
-    scheme, separator, rest = _endpoint().rpartition("://")
+    return without_password(_endpoint())
+
+
+def without_password(address: str) -> str:
+    """Return an address without the user and password that it may carry."""
+    scheme, separator, rest = address.rpartition("://")
     return scheme + separator + rest.rpartition("@")[2]
 
 
-def _from_cache(repo: Repo) -> tuple[Path | None, str | None]:
+def _from_cache(repo: Repo, cache: Path) -> tuple[Path | None, str | None]:
     """Return the cached folder and what is wrong with it; (None, None) when nothing is cached."""
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = _snapshot(repo, None, local_files_only=True)
+        folder = _snapshot(repo, None, cache, local_files_only=True)
         repo.check(folder)
     except HFValidationError:
         raise UserError(f"{repo.repo_id!r} is no valid Hub id, expected the form 'org/name'") from None
@@ -131,7 +186,7 @@ def _from_cache(repo: Repo) -> tuple[Path | None, str | None]:
     return folder, None
 
 
-def _snapshot(repo: Repo, token: str | None, local_files_only: bool) -> Path:
+def _snapshot(repo: Repo, token: str | None, cache: Path, local_files_only: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(
@@ -141,6 +196,7 @@ def _snapshot(repo: Repo, token: str | None, local_files_only: bool) -> Path:
             token=token,
             endpoint=_endpoint(),
             local_files_only=local_files_only,
+            cache_dir=cache,
             allow_patterns=list(repo.allow),
             ignore_patterns=list(repo.ignore),
             etag_timeout=REACH_TIMEOUT_S,
@@ -148,14 +204,12 @@ def _snapshot(repo: Repo, token: str | None, local_files_only: bool) -> Path:
     )
 
 
-def _refuse_pickles_only(repo: Repo, token: str | None) -> None:
+def _file_names(repo: Repo, token: str | None) -> list[str]:
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=_endpoint(), token=token)
     info = api.model_info(repo.repo_id, revision=repo.revision, timeout=2 * REACH_TIMEOUT_S)
-    files = [sibling.rfilename for sibling in info.siblings or ()]
-    if files and not any(name.endswith(".safetensors") for name in files):
-        refuse_pickles(files, repo.label)
+    return [sibling.rfilename for sibling in info.siblings or ()]
 
 
 def refuse_pickles(files: list[str], label: str) -> None:
