@@ -98,7 +98,8 @@ def _is_mixture(folder: Path) -> bool:
 
     config = folder / "adapter_config.json"
     if not config.is_file():
-        return not any(folder.glob("adapter_model.*"))
+        ludwig = any((folder / inner / config.name).is_file() for inner in ("model_weights", "model/model_weights"))
+        return not ludwig and not any(folder.glob("adapter_model.*"))
     try:
         return str(read_object(config, "adapter config").get("peft_type", "")).upper() == "XLORA"
     except UserError:  # said again, as a problem, when the adapter is read
