@@ -9,9 +9,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from fake_hub import fake, online  # noqa: F401 (fixtures)
 from make_bad_adapters import CONFIG, GOOD, MAX_RANK, MODEL, WEIGHTS, ZOO, make
 from models import random_ids, save_base
-from test_hub import SHA, TOKEN, fake, online  # noqa: F401 (fixtures)
 
 from workbench import Engine
 from workbench.adapters import LoRAConfig, LoRAStatus
@@ -19,6 +19,7 @@ from workbench.cli import main
 
 PROMPT = random_ids(5)
 OPTIONS = {"max_tokens": 24, "ignore_eos": True}
+SHA, TOKEN = "0123456789abcdef0123456789abcdef01234567", "hf_a_secret_that_stays_secret"
 
 
 @pytest.fixture(scope="module")
@@ -137,14 +138,14 @@ def test_files_of_the_hubs_cache_are_links_and_are_read(engine, tmp_path):
 @pytest.fixture
 def failing(monkeypatch):
     """Return a function after which reading a file of this name fails with this error, and one that ends it."""
-    real, faults = Path.read_bytes, {}
+    real, faults = Path.open, {}
 
-    def read_bytes(self: Path) -> bytes:
+    def opened(self: Path, *given, **more):
         if self.name in faults:
             raise OSError(faults[self.name], "Input/output error")
-        return real(self)
+        return real(self, *given, **more)
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(Path, "open", opened)
     return faults
 
 

@@ -187,7 +187,9 @@ def _joined(adapter: LoRAModel, by_target: Mapping[str, list[_Piece]], targets: 
         first = pieces[0]
         if first.part is None:
             chosen = first.outputs or slice(None)
-            a[target], b[target] = adapter.a[first.site], adapter.b[first.site][:, chosen].contiguous()
+            a[target], b[target] = adapter.a[first.site], adapter.b[first.site]
+            if first.outputs is not None:
+                b[target] = b[target][:, chosen].contiguous()
             if adapter.magnitudes:
                 magnitudes[target] = adapter.magnitudes[first.site][chosen]
         else:

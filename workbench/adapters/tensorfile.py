@@ -17,7 +17,7 @@ from torch import Tensor
 from workbench.errors import TransientError, UserError, names
 from workbench.jsonfile import parse_json
 
-_PIECE = 1 << 20  # bytes read, then hashed while the disk goes on
+_PIECE = 1 << 18  # bytes read, then hashed while the disk goes on
 _MOST_HEADER = 100_000_000  # the format's limit
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -71,31 +71,32 @@ def parse(buffer: Tensor) -> dict[str, Tensor]:
     Raises:
         ValueError: what is not in the format; a UserError where it is the header's JSON.
     """
-    if len(buffer) < 8:
-        raise ValueError(f"it has {len(buffer)} bytes, fewer than a header's length takes")
+    num_bytes = buffer.numel()
+    if num_bytes < 8:
+        raise ValueError(f"it has {num_bytes} bytes, fewer than a header's length takes")
     size = int.from_bytes(buffer[:8].numpy().tobytes(), "little")
-    if size > min(_MOST_HEADER, len(buffer) - 8):
-        raise ValueError(f"its header is said to have {size} bytes, the file has {len(buffer)}")
+    if size > min(_MOST_HEADER, num_bytes - 8):
+        raise ValueError(f"its header is said to have {size} bytes, the file has {num_bytes}")
     header = parse_json(str(buffer[8 : 8 + size].numpy().tobytes(), "utf-8"), "its header")
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
     notes = header.get("__metadata__", {})
     if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
         raise ValueError("its header's __metadata__ is not made of texts")
-    data = buffer[8 + size :]
+    data, num_bytes = buffer[8 + size :], num_bytes - 8 - size
     found, end = {}, 0
     entries = [(name, _entry(name, entry)) for name, entry in header.items() if name != "__metadata__"]
     for name, (dtype, shape, start, stop) in sorted(entries, key=lambda each: each[1][2:]):
         if start != end:
             raise ValueError(f"tensor {name!r} starts at byte {start} of the data, the one before ends at {end}")
-        if stop > len(data):
-            raise ValueError(f"tensor {name!r} ends at byte {stop} of the data, which has {len(data)}")
+        if stop > num_bytes:
+            raise ValueError(f"tensor {name!r} ends at byte {stop} of the data, which has {num_bytes}")
         part, end = data[start:stop], stop
         # an odd header length would put numbers where no view of their type can begin
         part = part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
         found[name] = part.view(dtype).reshape(shape)
-    if end != len(data):
-        raise ValueError(f"its tensors end at byte {end} of the data, which has {len(data)}")
+    if end != num_bytes:
+        raise ValueError(f"its tensors end at byte {end} of the data, which has {num_bytes}")
     return dict(sorted(found.items()))
 
 
