@@ -7,12 +7,14 @@ import time
 from contextlib import contextmanager, suppress
 
 import pytest
+import torch
 from manager_cases import OPTIONS, PROMPTS, RANKS, alone, check_tables, engine_with, finish, folder, model_of, sources
 from models import Adapter, tiny_model
 
 from workbench import UserError
 from workbench.adapters import LoRAStatus
 from workbench.adapters.reading import Reader
+from workbench.engine.hf import linear_targets
 
 WAIT_S = 20.0  # far beyond what anything here takes
 NO_HOST = {"max_host_bytes": 0}  # what is in no slot is on disk
@@ -278,3 +280,15 @@ def test_many_threads_load_pin_list_and_unload_while_one_generates():
     assert not problems
     check_tables(engine, {f"a{content}": content for content in range(5)})
     engine.adapters.close()
+
+
+def test_factors_for_a_gpu_are_read_into_page_locked_memory(monkeypatch, tmp_path):
+    """There is no GPU here: that every factor is pinned, and only for a GPU, is what can be seen."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    model = tiny_model("llama")
+    folder = Adapter(("q_proj", "v_proj"), rank=2).write(tmp_path / "a", model)
+    targets = linear_targets(model)
+    for pin in (False, True):
+        read = Reader(targets, "tiny", 8, pin=pin).read("a", str(folder), {})
+        assert len(pinned) == pin * 2 * len(read.sites)

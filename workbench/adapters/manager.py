@@ -45,7 +45,7 @@ class LoRAManager:
     ):
         self.config = config
         self.turn = Turn()
-        self.reader = Reader(targets, base, config.max_lora_rank)
+        self.reader = Reader(targets, base, config.max_lora_rank, pin=slots.device.type == "cuda")
         self._entries: dict[str, Entry] = {}
         self._lock = threading.RLock()  # taken after `turn`, never before it
         self._tiers = Tiers(slots, self.reader, config, place, self._lock)

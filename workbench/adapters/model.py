@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -84,6 +84,11 @@ class LoRAModel:
         return cls(
             name, config, a, b, digest.hexdigest(), factors.embeddings, factors.magnitudes, factors.base_copies
         )
+
+    def pinned(self) -> LoRAModel:
+        """Return this adapter with its factors in page-locked memory; needs a CUDA device."""
+        a = {site: tensor.pin_memory() for site, tensor in self.a.items()}
+        return replace(self, a=a, b={site: tensor.pin_memory() for site, tensor in self.b.items()})
 
     @property
     def sites(self) -> tuple[str, ...]:

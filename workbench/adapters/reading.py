@@ -22,12 +22,14 @@ class Reader:
         targets: module path -> site of the base.
         base: the base's name, for errors.
         max_rank: adapters of a larger rank are refused.
+        pin: keep factors in page-locked memory, from which a GPU copies without waiting.
         merges: sources that are merges of other sources, by name.
     """
 
     targets: Mapping[str, LoRATargetModule]
     base: str
     max_rank: int
+    pin: bool = False
     merges: dict[str, MergeSource] = field(default_factory=dict)
 
     def read(self, name: str, source: str, where: Mapping[str, Any]) -> LoRAModel | LoRAResponse:
@@ -39,7 +41,8 @@ class Reader:
             where: `revision`, `token`, `offline` of a Hub id.
         """
         try:
-            return self._read(name, source, where)
+            model = self._read(name, source, where)
+            return model.pinned() if self.pin else model
         except TransientError as error:
             return LoRAResponse(LoRAStatus.LOAD_ERROR, str(error))
         except ContentError as error:

@@ -41,8 +41,9 @@ class SiteTable:
             capacity = max(last, 2 * self.a.shape[0], _FIRST_RANKS)
             self.a, self.b = _grown(self.a, capacity), _grown(self.b, capacity)
             self._mixtures.clear()
-        self.a[first:last] = a
-        self.b[first:last] = b
+        # from page-locked memory the copy runs beside the host's work; its order with later kernels is the stream's
+        self.a[first:last].copy_(a, non_blocking=True)
+        self.b[first:last].copy_(b, non_blocking=True)
         self.spans[slot] = (first, last)
         self._forget(slot)
 
