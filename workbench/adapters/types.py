@@ -98,9 +98,11 @@ class LoRAConfig:
         lora_paths: adapters to load at the start, each `name=path`, or a path or Hub id whose last part is the name.
         max_lora_rank: adapters of a larger rank are refused.
         max_num_loras: slots, the adapters that can run in one batch; any number may be registered.
-        max_host_bytes: bytes of adapters kept in host memory beside those in slots; past it, the least recently used
-            are read from disk again when they are asked for. None keeps all.
-        num_workers: threads that read adapters while the engine generates.
+        max_host_bytes: bytes of adapters kept in host memory beside those in slots, adapters on their way there
+            included; past it, the least recently used are read from disk again when they are asked for. An adapter
+            larger than all of it still runs: one at a time may pass through. None keeps all.
+        num_workers: threads that read new adapters while the engine generates; as many again read those that requests
+            wait for.
     """
 
     lora_paths: tuple[str, ...] = ()
