@@ -216,9 +216,10 @@ def test_what_ludwig_writes_is_read(tmp_path):
     (results / "training_set_metadata.json").write_text("{}")
     engine = Engine(save_base(model, tmp_path / "tiny"))
     engine.load_adapter(folder, "mine")
-    assert engine.adapters.names() == ["mine"]
-    with pytest.raises(UserError, match="has no 'adapter_config.json'"):
-        engine.load_adapter(results)
+    for name, outer in (("model", results), ("run", results.parent)):
+        engine.load_adapter(outer, name)
+    mine, *others = engine.adapters.entries()
+    assert [other.content_hash for other in others] == [mine.content_hash] * 2
 
 
 # ranks
