@@ -2,60 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from byte_engine import (  # noqa: F401 - fixtures are named by their users' arguments
+    MODEL,
+    SPEC,
+    assert_idle,
+    engine,
+    engine_on,
+    finish,
+    shelf,
+)
 from models import (
-    Adapter,
-    MixtureSpec,
     Probe,
     byte_ids,
-    byte_tokenizer,
-    save_base,
-    tiny_model,
 )
 
 from workbench import Engine, UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:the mixture was made for base")
-VOCAB = 259  # the byte tokenizer's
-MODEL = tiny_model("llama", vocab_size=VOCAB)
-SPEC = MixtureSpec(
-    {"a": Adapter(("q_proj", "up_proj"), seed=1), "b": Adapter(("q_proj",), rank=2, seed=2)},
-    {"layerwise_scalings": True},
-)
-TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("shelf")
-    byte_tokenizer(save_base(MODEL, folder / "tiny"))
-    SPEC.write(folder / "mix", MODEL)
-    return folder
-
-
-def engine_on(shelf: Path, **options) -> Engine:
-    engine = Engine(shelf / "tiny", **options)
-    engine.load_adapter(shelf / "mix" / "a")
-    engine.load_mixture(shelf / "mix", "mix")
-    return engine
-
-
-@pytest.fixture
-def engine(shelf) -> Engine:
-    return engine_on(shelf)
-
-
-def finish(engine: Engine, *requests) -> None:
-    while any(request.finish_reason is None for request in requests):
-        engine.step()
-
-
-def assert_idle(engine: Engine) -> None:
-    assert not engine.scheduler.has_work() and engine.stats()["kv_bytes"] == 0
-    assert engine.model.routing.rows is None and engine.step() == []
 
 
 # prompts and results
