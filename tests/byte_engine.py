@@ -44,5 +44,5 @@ def finish(engine: Engine, *requests) -> None:
 
 
 def assert_idle(engine: Engine) -> None:
-    assert not engine.scheduler.has_work() and engine.stats()["kv_bytes"] == 0
+    assert not engine.scheduler.has_work() and engine.counters()["kv_bytes"] == 0
     assert engine.model.routing.rows is None and engine.step() == []

@@ -90,9 +90,9 @@ def test_a_seed_reproduces_and_another_does_not(shelf):
 def test_rows_and_scalings_are_accounted_for(bitwise, plain, prompt, new, k, drafting):
     engine = bitwise if drafting else plain
     probe = Probe(engine)
-    before = engine.stats()
+    before = engine.counters()
     done = engine.generate(random_ids(prompt), mixture="mix", tgt_non_granular_index=k, max_tokens=new, ignore_eos=True)
-    after = engine.stats()
+    after = engine.counters()
     probe.close()
     computed = prompt + (new - 1 if k is None else min(k, new - 1))
     assert done.scalings_computed == computed

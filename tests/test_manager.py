@@ -81,9 +81,9 @@ def test_a_base_only_batch_makes_no_lora_work(engine, monkeypatch):
     engine.adapters.pin("a1")
     assert finish(engine, submit(engine, None), submit(engine, None, 1)) == [alone(None), alone(None, 1)]
     assert calls == []
-    before = engine.stats()["forwards"]
+    before = engine.counters()["forwards"]
     finish(engine, submit(engine, "a0"), submit(engine, None))
-    assert len(calls) == 2 * (engine.stats()["forwards"] - before), "two sites, once each per forward"
+    assert len(calls) == 2 * (engine.counters()["forwards"] - before), "two sites, once each per forward"
 
 
 def test_a_put_that_fails_half_way_leaves_nothing_behind(engine, monkeypatch):

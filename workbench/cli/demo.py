@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         "drafts_accepted": sum(each.drafts_accepted for each in answers),
         "drafts_rejected": sum(each.drafts_rejected for each in answers),
         "tok_s": sum(len(each.token_ids) for each in answers) / generate_time_s,
-        "forwards": engine.stats()["forwards"], **files, **times,
+        "forwards": engine.counters()["forwards"], **files, **times,
     }
     if arguments.json:
         print(json.dumps(report))

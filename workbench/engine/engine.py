@@ -300,7 +300,7 @@ class Engine:
             self.adapters.wait(_READ_WAIT_S)
         return finished
 
-    def stats(self) -> dict[str, int]:
+    def counters(self) -> dict[str, int]:
         """Return counts since the engine was made: steps (one forward each), rows, scaling rows, requests, KV bytes."""
         kv_bytes = sum(stream.num_bytes for r in self.scheduler.requests() for stream in r.streams.values())
         return {
