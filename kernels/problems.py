@@ -118,8 +118,8 @@ def slots_for(popularity: str, num_rows: int, num_adapters: int | None = None, s
 
     identical: one adapter; distinct: each row its own; uniform: ceil(sqrt(rows)) adapters evenly; skewed: each
     adapter has 1.5 times the rows of the next; zipf:S: drawn, the i-th adapter with weight i^-S; all_base: none;
-    half_base: half the rows (rounded up) are the base's, the rest uniform. With `num_adapters`, slots stay below it: further
-    ones are dealt over those there are.
+    half_base: half the rows (rounded up) are the base's, the rest uniform. With `num_adapters`, slots stay below it:
+    further ones are dealt over those there are.
 
     Raises:
         ValueError: an unknown popularity, or no adapters.
