@@ -173,11 +173,17 @@ def head_scalings(
     _check_settings(temperature, top_k)
     _check_head(hidden, weight, bias, num_adapters)
     settings = {"softmax": softmax, "temperature": temperature, "top_k": top_k, "softmax_topk": softmax_topk}
-    fused = triton is not None and hidden.is_cuda and hidden.dtype in FUSED_DTYPES
-    if fused and num_adapters <= MAX_FUSED_ADAPTERS:
+    if _fuses(hidden, weight, num_adapters):
         return launch_head(hidden, weight, bias, num_adapters, **settings)
     logits = F.linear(hidden, weight, bias)
     return scalings(logits.reshape(len(hidden), weight.shape[0] // num_adapters, num_adapters), **settings)
+
+
+def _fuses(hidden: Tensor, weight: Tensor, num_adapters: int) -> bool:
+    if triton is None or not hidden.is_cuda or hidden.dtype not in FUSED_DTYPES or num_adapters > MAX_FUSED_ADAPTERS:
+        return False
+    # the launch has no gradient; whoever trains a classifier gets torch's
+    return not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad))
 
 
 def launch_head(
