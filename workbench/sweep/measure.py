@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import UserError, names, nearest
+from workbench.errors import UserError, names
 from workbench.sweep.checking import Checked, check, generate, require_counts
 from workbench.sweep.machine import load_average, peak_bytes, reset_peak, synchronize
+from workbench.sweep.plan import require_at_least, require_baseline
 from workbench.sweep.statistics import Estimate, estimate, ratio
-from workbench.sweep.workload import Workload, require_at_least
+from workbench.sweep.workload import Workload
 
 if TYPE_CHECKING:
     from workbench.engine import Completion, Engine
@@ -152,13 +153,6 @@ def measure_all(
 def num_runs(points: Sequence[Point], repeats: int) -> int:
     """Return how often `measure_all` reports progress."""
     return len(points) * (2 + repeats)
-
-
-def require_baseline(baseline: str, known: Sequence[str]) -> None:
-    """Raise unless a point has that name."""
-    if baseline not in known:
-        hint = nearest(baseline, known)
-        raise UserError(f"baseline {baseline!r} is none of the measured points {names(known)}{hint}")
 
 
 def _prepared(point: Point, progress: Callable[[str], None]) -> Measurement:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import UserError, names, nearest
+from workbench.errors import UserError
+from workbench.sweep.plan import require_at_least, require_mode
 from workbench.sweep.synthetic import adapter_of_each, random_prompts, text_prompts
 
 if TYPE_CHECKING:
     from workbench.engine import Engine
-
-MODES = ("base", "lora", "merged", "xlora")
 
 
 @dataclass(frozen=True)
@@ -94,18 +93,6 @@ class Workload:
             return 0
         k = self.tgt_non_granular_index
         return self.inputs if k is None else self.prompt_tokens + min(k, self.tokens - 1)
-
-
-def require_mode(mode: str) -> None:
-    """Raise unless `mode` is one of `MODES`."""
-    if mode not in MODES:
-        raise UserError(f"mode {mode!r} is not known{nearest(mode, MODES)}; modes are {names(MODES)}")
-
-
-def require_at_least(key: str, value: object, least: int) -> None:
-    """Raise unless `value` is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(f"{key} must be a whole number of at least {least}, not {value!r}")
 
 
 def _demo_text() -> str:
