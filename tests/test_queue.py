@@ -1,123 +1,22 @@
-"""Who starts next: fair between keys, first come first served within one: `pytest tests/test_queue.py`."""
+"""What the queue of waiting requests offers, keeps and forgets: `pytest tests/test_queue.py`."""
 
 from __future__ import annotations
 
 import gc
 import math
+import random
 import sys
 import weakref
-from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from queued import KEYS, Item, Naive, drain, push, push_all
 
 from workbench.engine import queue as module
 from workbench.engine.queue import FairQueue
 from workbench.errors import UserError
 
-
-@dataclass(eq=False)
-class Item:
-    """What waits in these tests."""
-
-    name: object
-    key: str | None = None
-    cost: float = 1.0
-    priority: int = 0
-    deadline_s: float | None = None
-
-    def __repr__(self) -> str:
-        return str(self.name)
-
-
-def push(queue, item: Item) -> Item:
-    queue.push(item, item.key, item.cost, item.priority, item.deadline_s)
-    return item
-
-
-def push_all(queue, key: str | None, costs, priority: int = 0) -> list[Item]:
-    return [push(queue, Item(f"{key}{i}", key, cost, priority)) for i, cost in enumerate(costs)]
-
-
-def drain(queue, count: int | None = None, blocked=()) -> list[Item]:
-    """Start one item a step, as many as there are or `count`."""
-    started = []
-    while len(queue) and (count is None or len(started) < count):
-        before = len(started)
-        for item in queue.heads(100):
-            if item.key not in blocked:
-                queue.take(item)
-                started.append(item)
-                break
-        if len(started) == before:
-            break
-    return started
-
-
-class Naive:
-    """The same rules, written down without any thought of speed."""
-
-    def __init__(self, weights):
-        self.weights, self.waiting, self.arrivals = weights, [], 0
-        self.now, self.finish, self.facts = {}, {}, {}
-
-    def push(self, item):
-        self.arrivals += 1
-        self.facts[item] = (self.arrivals, self.now.get(item.priority, 0.0), True)
-        self.waiting.append(item)
-
-    def push_front(self, item):
-        self.facts[item] = (self.facts[item][0], 0.0, False)
-        self.waiting.append(item)
-
-    def place(self, item):
-        arrival, arrived, is_new = self.facts[item]
-        start = max(arrived, self.finish.get((item.priority, item.key), 0.0)) if is_new else 0.0
-        return item.priority, is_new, start, arrival
-
-    def head(self, key):
-        def rank(item):
-            arrival, _, is_new = self.facts[item]
-            return item.priority, is_new, arrival
-
-        return min((item for item in self.waiting if item.key == key), key=rank)
-
-    def heads(self, limit):
-        blocked = set()
-        for _ in range(limit):
-            keys = {item.key for item in self.waiting} - blocked
-            if not keys:
-                return
-            item = min(map(self.head, keys), key=self.place)
-            yield item
-            if item in self.waiting:
-                blocked.add(item.key)
-
-    def take(self, item):
-        priority, is_new, start, _ = self.place(item)
-        if is_new:
-            self.now[priority] = max(self.now.get(priority, 0.0), start)
-            share = item.cost / self.weights.get(item.key, 1.0)
-            self.finish[priority, item.key] = self.now[priority] + share
-        self.remove(item)
-
-    def remove(self, item):
-        self.waiting.remove(item)
-        if all(other.priority != item.priority for other in self.waiting):
-            self.now.pop(item.priority, None)
-            self.finish = {pair: tag for pair, tag in self.finish.items() if pair[0] != item.priority}
-
-    def expired(self, now_s):
-        late = [i for i in self.waiting if i.deadline_s is not None and i.deadline_s <= now_s]
-        late.sort(key=lambda item: (item.deadline_s, self.facts[item][0]))
-        for item in late:
-            self.remove(item)
-        return late
-
-
-KEYS = [None, "a", "b", "c", "d"]
 WEIGHTS = {"a": 2.0, "b": 0.5, None: 3.0}
 operations = st.lists(
     st.one_of(
@@ -132,29 +31,16 @@ operations = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=150)
-@given(operations)
-def test_it_does_what_the_naive_queue_does(steps):
+def play(steps) -> None:
+    """Do the same to both queues, and compare them all the way."""
     queue, naive, started = FairQueue(WEIGHTS), Naive(WEIGHTS), []
     for number, (what, *how) in enumerate(steps):
         if what == "push":
-            key, cost, priority, deadline_s = how
-            item = Item(number, key, cost, priority, deadline_s)
-            push(queue, item)
-            naive.push(item)
+            naive.push(push(queue, Item(number, *how)))
         elif what == "step":
-            blocked, most = how
-            looks = []
-            for each in (queue, naive):
-                seen, taken = [], 0
-                for item in each.heads(100):
-                    seen.append(item)
-                    if item.key not in blocked and taken < most:
-                        each.take(item)
-                        taken += 1
-                looks.append(seen)
-                started += [item for item in seen if each is queue and item not in queue]
-            assert looks[0] == looks[1]
+            ours, theirs = (one_step(each, *how) for each in (queue, naive))
+            assert ours == theirs
+            started += [item for item in ours if item not in queue]
         elif what == "remove" and len(queue):
             item = naive.waiting[how[0] % len(naive.waiting)]
             naive.remove(item)
@@ -169,117 +55,39 @@ def test_it_does_what_the_naive_queue_does(steps):
         assert all(item in queue for item in naive.waiting) and not any(item in queue for item in started)
 
 
-# fairness
+def one_step(queue, blocked: set, most: int) -> list[Item]:
+    """Start at most so many of those not blocked, and return all that were offered."""
+    seen, taken = [], 0
+    for item in queue.heads(100):
+        seen.append(item)
+        if item.key not in blocked and taken < most:
+            queue.take(item)
+            taken += 1
+    return seen
 
 
-def test_one_key_is_first_come_first_served():
-    queue = FairQueue()
-    items = push_all(queue, "a", [5, 1, 9, 2, 2])
-    assert drain(queue) == items
+@settings(max_examples=100)
+@given(operations)
+def test_it_does_what_the_naive_queue_does(steps):
+    play(steps)
 
 
-@given(st.lists(st.integers(1, 50), min_size=2, max_size=40), st.integers(0, 39), st.integers(1, 50))
-def test_a_flood_delays_another_keys_first_request_by_one_request_at_most(costs, served, cost):
-    queue = FairQueue()
-    push_all(queue, "flood", costs)
-    drain(queue, min(served, len(costs) - 1))
-    late = push(queue, Item("late", "other", cost))
-    assert drain(queue).index(late) <= 1
+@pytest.mark.parametrize("seed", range(2))
+def test_it_does_so_for_long(seed):
+    """Long enough for old tags and old deadlines to be thrown away while some keys stay blocked."""
+    chance = random.Random(seed)
+    keys = [*KEYS, *(f"e{i}" for i in range(20))]
 
+    def step():
+        kind = chance.choices(["push", "step", "remove", "preempt", "expired"], [10, 8, 1, 1, 0.1])[0]
+        if kind == "push":
+            deadline_s = chance.choice([None, chance.randrange(1000)])
+            return kind, chance.choice(keys), chance.randint(1, 9), chance.choice([0, 0, 0, 1]), deadline_s
+        if kind == "step":
+            return kind, set(chance.sample(keys[:5], chance.choice([0, 1, 1, 4]))), chance.randint(0, 2)
+        return kind, chance.randrange(100)
 
-@given(
-    st.dictionaries(st.sampled_from("abcd"), st.lists(st.integers(1, 20), min_size=1, max_size=30), min_size=2),
-    st.dictionaries(st.sampled_from("abcd"), st.floats(0.25, 4)), st.randoms(use_true_random=False),
-)  # fmt: skip
-def test_backlogged_keys_get_their_shares_of_any_stretch(costs, weights, order):
-    """Goyal's bound: service per weight of two keys, while both wait, differs by one request of each at most."""
-    queue = FairQueue(weights)
-    items = [(key, cost) for key, each in costs.items() for cost in each]
-    order.shuffle(items)
-    for number, (key, cost) in enumerate(items):
-        push(queue, Item(number, key, cost))
-    started = drain(queue)
-    for one, other in [("a", "b"), ("b", "c"), ("c", "d"), ("a", "d")]:
-        if one not in costs or other not in costs:
-            continue
-        share = {key: weights.get(key, 1.0) for key in (one, other)}
-        bound = max(costs[one]) / share[one] + max(costs[other]) / share[other] + 1e-9
-        left = {key: len(costs[key]) for key in (one, other)}
-        ahead = [0.0]
-        for item in started:
-            if item.key in left:
-                sign = 1 if item.key == one else -1
-                ahead.append(ahead[-1] + sign * item.cost / share[item.key])
-                left[item.key] -= 1
-                if not all(left.values()):
-                    break
-        assert max(ahead) - min(ahead) <= bound
-
-
-@pytest.mark.parametrize("ratio", [1, 2, 5])
-def test_weights_divide_the_service_while_both_wait(ratio):
-    queue = FairQueue({"a": ratio})
-    push_all(queue, "a", [3] * 300)
-    push_all(queue, "b", [3] * 300)
-    count = Counter(item.key for item in drain(queue, 60 * (ratio + 1) // 2))
-    assert abs(count["a"] - ratio * count["b"]) <= ratio
-
-
-def test_cost_counts_not_the_number_of_requests():
-    queue = FairQueue()
-    push_all(queue, "long", [30] * 100)
-    push_all(queue, "short", [1] * 300)
-    count = Counter(item.key for item in drain(queue, 62))
-    assert count == {"long": 2, "short": 60}
-
-
-def test_a_key_that_was_idle_gets_no_credit_for_the_past():
-    queue = FairQueue()
-    push(queue, Item("first", "idle"))
-    push_all(queue, "busy", [1] * 100)
-    drain(queue, 61)
-    push_all(queue, "idle", [1] * 30)
-    assert Counter(item.key for item in drain(queue, 20)) == {"idle": 10, "busy": 10}
-
-
-def test_a_key_that_was_blocked_gets_no_credit_for_the_past():
-    queue = FairQueue()
-    push_all(queue, "blocked", [1] * 50)
-    push_all(queue, "busy", [1] * 100)
-    drain(queue, 60, blocked={"blocked"})
-    late = push(queue, Item("late", "late"))
-    started = drain(queue, 20)
-    assert started[0].name == "blocked0" and late in started[:3]
-    count = Counter(item.key for item in started)
-    assert abs(count["blocked"] - count["busy"]) <= 1
-
-
-def test_a_cancelled_request_costs_its_key_nothing():
-    queue = FairQueue()
-    dear = push_all(queue, "a", [1000] * 3)
-    mine = push(queue, Item("mine", "a"))
-    push_all(queue, "b", [1] * 5)
-    for item in dear:
-        queue.remove(item)
-    assert mine in drain(queue, 2)
-
-
-@given(st.lists(st.tuples(st.sampled_from(KEYS), st.integers(1, 9)), max_size=40), st.sampled_from(KEYS))
-def test_nobody_starves_within_a_priority(pushes, mine):
-    """However many new requests of other keys come with every step, a request starts within a known number of them."""
-    queue = FairQueue()
-    for number, (key, cost) in enumerate(pushes):
-        push(queue, Item(number, key, cost))
-    item = push(queue, Item("mine", mine, 9))
-    # per key: at most what catches up with this key's own backlog, and one more request
-    bound = sum(cost for key, cost in pushes if key == mine) * len(KEYS) + 10 * len(KEYS)
-    for step in range(bound):
-        if drain(queue, 1) == [item]:
-            return
-        for key in KEYS:
-            if key != mine:
-                push(queue, Item((step, key), key))
-    raise AssertionError("it never started")
+    play(step() for _ in range(1200))
 
 
 # priorities
@@ -446,7 +254,7 @@ def work_of(act) -> tuple[int, int]:
 LOOKS = 6
 
 
-def one_step(queue) -> None:
+def look(queue) -> None:
     for number, item in enumerate(queue.heads(LOOKS)):
         if number % 2 == 0:
             queue.take(item)
@@ -459,7 +267,7 @@ def work_at(count: int, num_keys: int) -> list[tuple[int, int]]:
         # a number of its own each: Python takes a thing to equal itself without asking
         push(queue, Item(number, f"k{number % num_keys}", 1.0, Counted(0), float(number) if number % 2 else None))
     new, old = Item("new", "k0", 1.0, Counted(0), 5e5), next(iter(queue))
-    return [work_of(act) for act in (lambda: push(queue, new), lambda: queue.remove(old), lambda: one_step(queue))]
+    return [work_of(act) for act in (lambda: push(queue, new), lambda: queue.remove(old), lambda: look(queue))]
 
 
 @pytest.mark.parametrize("spread", ["one key", "four keys", "a key each"])
