@@ -60,6 +60,8 @@ class Plan:
             if getattr(self, key) is not None:
                 require_at_least(f"--{key.replace('_', '-')}", getattr(self, key), least)
         self._require_uses()
+        if self.slots and "merged" in self.modes and self.slots < self.num_adapters:
+            raise UserError(f"mode 'merged' runs {self.num_adapters} adapters at once, more than --slots {self.slots}")
         if self.baseline is not None:
             require_baseline(self.baseline, self.names())
 
