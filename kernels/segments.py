@@ -67,7 +67,8 @@ class RowPlan:
     Attributes:
         num_rows: rows of the forward, base rows included.
         segments: sorted and disjoint; base rows are in none.
-        max_slot: the largest slot in use, -1 when all rows are base rows.
+        slots: the slots in use, each once.
+        max_slot: the largest of them, -1 when all rows are base rows.
         slot_of_row: int32 `[row]` on the device, -1 for base rows.
         tiles: int32 `[tile, 3]` on the device: start, stop and slot of at most `tile_rows` rows of one segment.
         tile_rows: 16, 32 or 64: no tile has more rows.
@@ -76,6 +77,7 @@ class RowPlan:
 
     num_rows: int
     segments: tuple[Segment, ...]
+    slots: tuple[int, ...]
     max_slot: int
     slot_of_row: Tensor
     tiles: Tensor
@@ -97,20 +99,21 @@ def plan_rows(segments: Sequence[Segment], num_rows: int, device: torch.device |
     check_segments("plan_rows", segments, num_rows)
     longest = max((stop - start for start, stop, _ in segments), default=0)
     tile_rows = next(rows for rows in (MIN_TILE_ROWS, 2 * MIN_TILE_ROWS, TILE_ROWS) if rows >= min(longest, TILE_ROWS))
-    slots, tiles, max_slot = [BASE_SLOT] * num_rows, [], BASE_SLOT
+    slot_of_row, tiles, used = [BASE_SLOT] * num_rows, [], {}
     for segment in segments:
         start, stop, slot = segment
         if slot < 0:
             raise ValueError(f"plan_rows: {segment} names no slot: slots start at 0, and base rows are in no segment")
-        slots[start:stop] = [slot] * (stop - start)
+        slot_of_row[start:stop] = [slot] * (stop - start)
         for first in range(start, stop, tile_rows):
             tiles += (first, min(first + tile_rows, stop), slot)
-        max_slot = max(max_slot, slot)
-    on_device = _sent(slots + tiles, torch.device(device))
+        used[slot] = True
+    on_device = _sent(slot_of_row + tiles, torch.device(device))
     return RowPlan(
         num_rows=num_rows,
         segments=tuple(segments),
-        max_slot=max_slot,
+        slots=tuple(used),
+        max_slot=max(used, default=BASE_SLOT),
         slot_of_row=on_device[:num_rows],
         tiles=on_device[num_rows:].view(-1, 3),
         tile_rows=tile_rows,
