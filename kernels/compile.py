@@ -108,11 +108,13 @@ def _in_child(wanted: Sequence[tuple[str, int]]) -> list[Built]:
 def _work() -> int:
     wanted = json.loads(sys.stdin.read())
     launches = kernels(sorted({name.split(".")[0] for name, _ in wanted}))
-    print(json.dumps([asdict(_built(name, launches[name], sm)) for name, sm in wanted]))
+    print(json.dumps([asdict(_built(name, launches.get(name), sm)) for name, sm in wanted]))
     return 0
 
 
-def _built(name: str, launch: Launch, sm: int) -> Built:
+def _built(name: str, launch: Launch | None, sm: int) -> Built:
+    if launch is None:
+        return Built(name, sm, error="nothing launches it")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
