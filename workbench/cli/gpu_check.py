@@ -22,6 +22,19 @@ _EXAMPLE = """examples:
 _BUDGET_S = 240.0
 
 
+def find_kernels() -> None:
+    """Make `lora_kernels` importable in a checkout that is not installed, where it is the folder `kernels`."""
+    folder = Path(__file__).resolve().parents[2] / "kernels"
+    if importlib.util.find_spec("lora_kernels") is None and folder.is_dir():
+        spec = importlib.machinery.ModuleSpec("lora_kernels", None, is_package=True)
+        spec.submodule_search_locations = [str(folder)]
+        sys.modules["lora_kernels"] = importlib.util.module_from_spec(spec)
+
+
+# now, not when the command runs: commands that the command line imports after this one import lora_kernels
+find_kernels()
+
+
 def add_parser(commands: Any, formatter: type) -> None:
     """Add the command and its options."""
     parser = commands.add_parser(
@@ -47,7 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Check, write and print."""
     if not arguments.budget_s > 0:
         raise UserError(f"--budget-s must be above 0 seconds, not {arguments.budget_s:g}")
-    find_kernels()
     from workbench.sweep.gpu_check import Report, Section, Setting, chosen, results_path, run_sections, summary
     from workbench.sweep.gpu_engine import decode, exact
     from workbench.sweep.gpu_kernels import graphs, kernels, roofline
@@ -71,18 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
     is_right = run_sections(todo, setting, report, arguments.budget_s, lambda line: print(line, file=sys.stderr))
     print(json.dumps(report.data) if arguments.json else summary(report))
     return 0 if is_right else 1
-
-
-def find_kernels() -> None:
-    """Make `lora_kernels` importable in a checkout that is not installed, where it is the folder `kernels`."""
-    if importlib.util.find_spec("lora_kernels") is not None:
-        return
-    folder = Path(__file__).resolve().parents[2] / "kernels"
-    if not folder.is_dir():
-        raise UserError(f"lora_kernels is not installed, and there is no {str(folder)!r}; install with pip install .")
-    spec = importlib.machinery.ModuleSpec("lora_kernels", None, is_package=True)
-    spec.submodule_search_locations = [str(folder)]
-    sys.modules["lora_kernels"] = importlib.util.module_from_spec(spec)
 
 
 def _device(arguments: argparse.Namespace) -> Any:

@@ -17,7 +17,7 @@ from workbench.adapters.types import LoRAConfig
 from workbench.config import EngineConfig
 from workbench.engine import Engine
 from workbench.engine.base import BaseInfo
-from workbench.engine.hf import NAME, BaseModel, context_of
+from workbench.engine.hf import NAME, BaseModel, context_of, packed_attention
 from workbench.engine.prompts import Prompts
 from workbench.sweep.checking import CheckFailed, check, generate
 from workbench.sweep.gpu_check import Record, Setting, cut_short
@@ -29,6 +29,10 @@ MIXTURE = "mixture"
 NUM_ADAPTERS, RANK = 4, 16
 _CLOSE = 1e-3  # log-probabilities of one token on a card and on a CPU, float32, two layers
 _DECODE_REPEATS = 3
+
+
+class _OutOfTime(Exception):
+    """A measurement would have gone past its section's deadline."""
 
 
 def exact(setting: Setting) -> Iterator[Record]:
@@ -48,7 +52,7 @@ def exact(setting: Setting) -> Iterator[Record]:
 def decode(setting: Setting) -> Iterator[Record]:
     """Yield throughput of base, LoRA and X-LoRA decoding on a random model of Mistral-7B's shape in bfloat16."""
     shape, dtype = ("tiny", "float32") if setting.toy else ("mistral-7b", "bfloat16")
-    tokens, prompt = (4, 6) if setting.toy else (64, 32)
+    tokens, prompt = (4, 6) if setting.toy else (32, 32)
     config = base_config(shape)
     model = random_model(config, getattr(torch, dtype), setting.device, attn_implementation=NAME)
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -58,10 +62,15 @@ def decode(setting: Setting) -> Iterator[Record]:
         yield {"ok": True, "model": shape, "dtype": dtype, "weights_bytes": num_bytes, "adapters": len(adapters),
                "rank": RANK, "tokens": tokens, "prompt_tokens": prompt}
         for group in _groups(adapters, tokens, prompt):
-            if not setting.has_time():
-                yield cut_short(f"{', '.join(group)}")
+            try:
+                results = _measured(engine, group, setting)
+            except CheckFailed as error:
+                yield {"ok": False, "problem": f"{'; '.join(group)}: {error}"}
+            except _OutOfTime:
+                yield cut_short("; ".join(group))
                 return
-            yield from _measured(engine, group, 1 if setting.toy else _DECODE_REPEATS)
+            else:
+                yield from _records(results, next(iter(group)))
 
 
 def engine_of(model: nn.Module, label: str, dtype: str, device: torch.device, **options: Any) -> Engine:
@@ -87,8 +96,6 @@ def engine_of(model: nn.Module, label: str, dtype: str, device: torch.device, **
 
 def _register_attention() -> None:
     from transformers import AttentionInterface
-
-    from workbench.engine.attention import packed_attention
 
     AttentionInterface.register(NAME, packed_attention)
 
@@ -160,14 +167,14 @@ def _groups(adapters: tuple[str, ...], tokens: int, prompt: int) -> Iterator[dic
     yield {"base, 1 row": of("base", 1), "lora, 1 row": of("lora", 1, adapters=adapters[:1])}
 
 
-def _measured(engine: Engine, group: dict[str, Workload], repeats: int) -> Iterator[Record]:
-    try:
-        results = measure_all([Point(name, engine, each) for name, each in group.items()], repeats=repeats)
-    except CheckFailed as error:
-        yield {"ok": False, "problem": f"{', '.join(group)}: {error}"}
-        return
-    baseline = next(iter(group))
-    yield from _records(results, baseline)
+def _measured(engine: Engine, group: dict[str, Workload], setting: Setting) -> Results:
+    def go_on(_: str = "") -> None:
+        if not setting.has_time():
+            raise _OutOfTime
+
+    go_on()
+    points = [Point(name, engine, workload) for name, workload in group.items()]
+    return measure_all(points, repeats=1 if setting.toy else _DECODE_REPEATS, progress=go_on)
 
 
 def _records(results: Results, baseline: str) -> Iterator[Record]:

@@ -77,13 +77,13 @@ def _problems(op: Op, dtype: torch.dtype, setting: Setting) -> Iterator[tuple[st
     """Yield what a problem is, and how to make it: one of 70B's shape is made when it is its turn."""
     for number, problem in enumerate(op.small(dtype, str(setting.device)), 1):
         yield f"odd shape {number}", lambda problem=problem: problem
-    if setting.toy:
-        axes: dict[str, tuple] = {"shape": ("smol",), "num_rows": (3,), "layer": ("kv",), "popularity": _POPULARITY[:1],
-                                  "rank": _RANKS[:1]}
-    else:
-        axes = {"shape": ("7b", "70b"), "num_rows": _ROWS.get(op.name, _ALL_ROWS), "layer": LAYERS,
-                "popularity": _POPULARITY, "rank": _RANKS}
-    for case in cases_of(op, _case(setting, dtype=dtype), **axes):
+    sizes = {"shape": ("smol",), "num_rows": (3,)} if setting.toy else {
+        "shape": ("7b", "70b"), "num_rows": _ROWS.get(op.name, _ALL_ROWS)
+    }
+    few = {"shape": sizes["shape"][:1], "num_rows": (32,), "layer": ("q",), "popularity": _POPULARITY, "rank": _RANKS}
+    # all layers of all sizes, and then at one size who uses what, and ranks
+    axes = [{**sizes, "layer": LAYERS}] + [few] * (not setting.toy)
+    for case in dict.fromkeys(case for each in axes for case in cases_of(op, _case(setting, dtype=dtype), **each)):
         words = [f"{case.num_rows} rows"] + [f"{axis} {getattr(case, axis)}" for axis in op.axes]
         yield f"{case.shape}, {', '.join(words)}", lambda case=case: op.make_problem(case)
 
