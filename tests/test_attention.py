@@ -58,6 +58,7 @@ def scattered_pool(seed: int | None, dtype: torch.dtype = torch.float32) -> Bloc
     pool = BlockPool(KVShape({0: (KV_HEADS, KEY, VALUE)}, 4, dtype), 200, "cpu")
     for side in (pool.keys[0], pool.values[0], pool.hidden):
         side.fill_(float("nan"))
+    pool.take()  # so that slot 0, the likeliest to be read by mistake, is never written
     if seed is not None:
         blocks = [pool.take() for _ in range(100)]
         random.Random(seed).shuffle(blocks)

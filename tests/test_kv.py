@@ -127,6 +127,7 @@ class StreamMachine(RuleBasedStateMachine):
             length = length // BLOCK_TOKENS * BLOCK_TOKENS
         if length >= dropped:
             one.stream.commit(length)
+            assert one.stream.length == length
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), position=st.integers(0, 90))

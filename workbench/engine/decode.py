@@ -69,7 +69,7 @@ class PaddedRows:
         """Write the rows of `out` `[row, head, width]`."""
         k, v = (self._copy(side, buffer) for side, buffer in zip((keys, values), self._room(keys, values), strict=True))
         # the heads of a group as rows of their KV head
-        picked = self._rows.of(query).unflatten(0, (keys.shape[0], -1)).permute(2, 0, 1, 3)
+        picked = self._rows.of(query, keys.shape[0]).permute(2, 0, 1, 3)
         if softcap:
             attended = explicit(picked, k, v, scale, softcap, self._seen)
         else:
@@ -84,8 +84,9 @@ class PaddedRows:
         return self._buffers[shape]
 
     def _copy(self, side: Tensor, buffer: Tensor) -> Tensor:
+        """Return `[row, kv_head, token, width]`."""
         torch.index_select(side, 1, self._index, out=buffer)
-        return buffer.unflatten(1, (len(self._rows), -1)).transpose(0, 1)  # [row, kv_head, token, width]
+        return buffer.view(buffer.shape[0], len(self._rows), -1, buffer.shape[2]).transpose(0, 1)
 
 
 class ExtentRows:
@@ -109,8 +110,7 @@ class ExtentRows:
         if shape not in self._buffers:
             self._buffers[shape] = _Buffers(shape, self._units, self._lengths, query)
         room = self._buffers[shape]
-        picked = self._rows.of(query).unflatten(0, (kv_heads, groups)).transpose(1, 2)
-        torch.mul(picked, scale, out=room.query)
+        torch.mul(self._rows.of(query, kv_heads).transpose(1, 2), scale, out=room.query)
         columns = keys.transpose(1, 2)
         for unit, rows, scores in zip(self._units, room.unit_queries, room.unit_scores, strict=True):
             torch.bmm(rows, columns.narrow(2, unit.first, unit.num_slots), out=scores)
@@ -204,11 +204,13 @@ class _Rows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def of(self, query: Tensor) -> Tensor:
-        """Return `[head, row, width]`."""
+    def of(self, query: Tensor, kv_heads: int) -> Tensor:
+        """Return the rows, `[kv_head, group, row, width]`: the heads that read one KV head are a group."""
         if self._index is None:
-            return query.narrow(1, self._rows[0], len(self._rows))
-        return query.index_select(1, self._index)
+            picked = query.narrow(1, self._rows[0], len(self._rows))
+        else:
+            picked = query.index_select(1, self._index)
+        return picked.view(kv_heads, -1, *picked.shape[1:])
 
     def put(self, out: Tensor, attended: Tensor) -> None:
         """Write `attended` `[row, head, width]`."""
