@@ -115,7 +115,7 @@ def test_two_engines_do_not_see_each_other(shelf):
     job = Job(random_ids(6, 1), {"adapter": "python"})
     alone = [run(engine, [job])[0] for engine in (first, second)]
     requests = [
-        engine.submit(job.prompt, adapter="python", max_tokens=4, ignore_eos=True) for engine in (first, second)
+        engine.enqueue(job.prompt, adapter="python", max_tokens=4, ignore_eos=True) for engine in (first, second)
     ]
     while any(request.finish_reason is None for request in requests):
         for engine in (first, second):
@@ -258,7 +258,7 @@ def test_loading_and_unloading_leaves_other_rows_untouched(shelf):
             Job(random_ids(4, 4), {"adapter": "python"})]  # fmt: skip
     engine = engine_on(shelf, **BITWISE)
     before = run(engine, jobs)
-    mine = [engine.submit(j.prompt, max_tokens=4, ignore_eos=True, **j.who) for j in jobs[:3]]
+    mine = [engine.enqueue(j.prompt, max_tokens=4, ignore_eos=True, **j.who) for j in jobs[:3]]
     engine.step()
     engine.unload("german")
     engine.step()
@@ -278,7 +278,7 @@ def test_loading_and_unloading_leaves_other_rows_untouched(shelf):
 
 def test_an_adapter_in_use_is_not_unloaded(shelf):
     engine = engine_on(shelf)
-    request = engine.submit(random_ids(4), mixture="mix", request_id="mine", max_tokens=3, ignore_eos=True)
+    request = engine.enqueue(random_ids(4), mixture="mix", request_id="mine", max_tokens=3, ignore_eos=True)
     with pytest.raises(UserError, match="'mix' is in use by requests 'mine'"):
         engine.unload("mix")
     while request.finish_reason is None:

@@ -39,7 +39,7 @@ def slow(monkeypatch, *names: str):
 
 
 def submit(engine, name: str | None, prompt: int = 0, **options):
-    return engine.submit(PROMPTS[prompt], adapter=name, **{**OPTIONS, **options})
+    return engine.enqueue(PROMPTS[prompt], adapter=name, **{**OPTIONS, **options})
 
 
 def until(condition) -> None:
