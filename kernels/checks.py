@@ -1,10 +1,19 @@
-"""Checks every op makes before it launches: a wrong shape, dtype or device is a sentence, never a wrong number."""
+"""Checks every op makes before it launches: a wrong shape, dtype or device is a sentence, never a wrong number.
+
+Contract: a call that fits costs one condition; what does not fit is looked for only when that condition fails.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from lora_kernels.segments import RowPlan, Segment
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -15,14 +24,50 @@ class Cost:
     num_bytes: int
 
 
+def one_hot_cost(plan: RowPlan, spans: Mapping[int, tuple[int, int]], widths: tuple[int, int], itemsize: int) -> Cost:
+    """Return the least work of a plan's rows at one site of `widths` (in, out): an adapter's factors are read once."""
+    flops = rows = factors = 0
+    used: set[int] = set()
+    for start, stop, slot in plan.segments:
+        first, last = spans.get(slot, (0, 0))
+        if first < last:
+            flops += 2 * (stop - start) * (last - first) * sum(widths)
+            rows += stop - start
+            factors += 0 if slot in used else last - first
+            used.add(slot)
+    # a row of x is read, a row of y is read and written
+    return Cost(flops, (factors * sum(widths) + rows * (widths[0] + 2 * widths[1])) * itemsize)
+
+
 def check_rows(op: str, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
     """Check the operands that all LoRA ops share.
 
-    y `[row, out]`, x `[row, in]`, a `[rank, in]`, b `[rank, out]`; one dtype, one device.
+    y `[row, out]`, x `[row, in]`, a `[rank, in]`, b `[rank, out]`; one dtype (float32, float16 or bfloat16), one
+    device; a row's features lie side by side, and rows of y share no memory.
 
     Raises:
         ValueError: naming the op, the operand and the shapes.
     """
+    dtype, device = x.dtype, x.device
+    if (
+        y.dim() == x.dim() == a.dim() == b.dim() == 2
+        and dtype in DTYPES
+        and y.dtype == a.dtype == b.dtype == dtype
+        and y.device == a.device == b.device == device
+        and (num_rows := y.size(0)) == x.size(0)
+        and a.size(1) == x.size(1)
+        and b.size(1) == (out_features := y.size(1))
+        and a.size(0) == b.size(0)
+        and y.stride(1) == x.stride(1) == a.stride(1) == b.stride(1) == 1
+        and (num_rows <= 1 or y.stride(0) >= out_features)
+    ):
+        return
+    _explain(op, y, x, a, b)
+
+
+def _explain(op: str, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{op}: x is {x.dtype}; the ops take {', '.join(str(dtype) for dtype in DTYPES)}")
     for name, tensor in (("y", y), ("x", x), ("a", a), ("b", b)):
         if tensor.dim() != 2:
             raise ValueError(f"{op}: {name} must have 2 dimensions, but its shape is {list(tensor.shape)}")
@@ -30,6 +75,11 @@ def check_rows(op: str, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
             raise ValueError(
                 f"{op}: {name} is {tensor.dtype} on {tensor.device}, but x is {x.dtype} on {x.device}; "
                 "move them to one dtype and device"
+            )
+        if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise ValueError(
+                f"{op}: the features of a row of {name} are {tensor.stride(1)} elements apart; "
+                f"they must lie side by side (pass {name}.contiguous())"
             )
     if y.shape[0] != x.shape[0]:
         raise ValueError(f"{op}: y has {y.shape[0]} rows, but x has {x.shape[0]}")
@@ -39,3 +89,42 @@ def check_rows(op: str, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
         raise ValueError(f"{op}: b writes {b.shape[1]} features, but y has {y.shape[1]}")
     if a.shape[0] != b.shape[0]:
         raise ValueError(f"{op}: a has rank {a.shape[0]}, but b has rank {b.shape[0]}")
+    if y.shape[0] > 1 and y.stride(0) < y.shape[1]:
+        raise ValueError(f"{op}: rows of y are {y.stride(0)} elements apart, but {y.shape[1]} long: they share memory")
+
+
+def check_plan(op: str, plan: RowPlan, spans: Mapping[int, tuple[int, int]], x: Tensor, a: Tensor) -> None:
+    """Check that a plan is one of these rows, and that every span lies in the stacked factors.
+
+    Raises:
+        ValueError: naming the op and what does not fit.
+    """
+    if plan.num_rows != x.size(0):
+        raise ValueError(f"{op}: the plan has {plan.num_rows} rows, but x has {x.size(0)}")
+    if plan.slot_of_row.device != x.device:
+        raise ValueError(f"{op}: the plan is on {plan.device}, but x is on {x.device}; make the plan for that device")
+    stop = getattr(spans, "stop", None)
+    if stop is None or stop > a.size(0):
+        check_spans(op, plan.segments, spans, a.size(0))
+
+
+def check_spans(op: str, segments: tuple[Segment, ...], spans: Mapping[int, tuple[int, int]], num_ranks: int) -> None:
+    """Check the spans one by one.
+
+    Raises:
+        ValueError: naming the slot and its span.
+    """
+    for slot in dict.fromkeys([slot for _, _, slot in segments] + list(spans)):
+        first, last = spans.get(slot, (0, 0))
+        if not 0 <= first <= last <= num_ranks:
+            raise ValueError(f"{op}: slot {slot} spans rank rows {first} to {last}, but a has {num_ranks}")
+
+
+def check_no_gradient(op: str, *operands: Tensor) -> None:
+    """Refuse to launch where autograd would have to follow: a kernel leaves no trace in its graph.
+
+    Raises:
+        ValueError: naming the op.
+    """
+    if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
+        raise ValueError(f"{op}: kernels have no gradient; call it under torch.no_grad() or torch.inference_mode()")

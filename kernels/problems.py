@@ -7,8 +7,9 @@ relative to their RMS means the same for every shape. The stack of factors is in
 from __future__ import annotations
 
 import difflib
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -42,6 +43,11 @@ class RowsProblem:
     popularity: str
 
     @property
+    def operand(self) -> Tensor:
+        """The operand whose dtype and device are the op's."""
+        return self.x
+
+    @property
     def segments(self) -> tuple[Segment, ...]:
         """The runs of equal slots, base rows left out."""
         return segments(self.slots)
@@ -54,6 +60,19 @@ class RowsProblem:
     def to(self, dtype: torch.dtype) -> RowsProblem:
         """Return the problem with y, x, a and b in another dtype."""
         return replace(self, **{name: getattr(self, name).to(dtype) for name in ("y", "x", "a", "b")})
+
+    def corrupted(self) -> RowsProblem | None:
+        """Return a copy with one adapter in use a tenth too strong, which no check may pass; None without adapters."""
+        used = [slot for slot in self.slots if slot in self.spans and self.spans[slot][0] < self.spans[slot][1]]
+        if self.op == "mix" and len(self.owner) and len(self.weights):
+            owners = self.owner.unique()
+            used = [int(owners[self.weights[:, owners].sum(0).argmax()])]
+        if not used:
+            return None
+        first, last = self.spans[used[0]]
+        b = self.b.clone()
+        b[first:last] *= 1.1
+        return replace(self, y=self.y.clone(), b=b)
 
     def exact(self) -> Tensor:
         """Return the op's result in float64, from slots and spans without segments."""
@@ -83,6 +102,11 @@ class HeadProblem:
     settings: dict[str, object] = field(default_factory=dict)
 
     @property
+    def operand(self) -> Tensor:
+        """The operand whose dtype and device are the op's."""
+        return self.hidden
+
+    @property
     def num_sites(self) -> int:
         """Sites the head has outputs for."""
         return self.weight.shape[0] // self.num_adapters
@@ -91,6 +115,14 @@ class HeadProblem:
         """Return the problem with its tensors in another dtype."""
         bias = None if self.bias is None else self.bias.to(dtype)
         return replace(self, hidden=self.hidden.to(dtype), weight=self.weight.to(dtype), bias=bias)
+
+    def corrupted(self) -> HeadProblem | None:
+        """Return a copy in which one adapter's outputs are a tenth too large; None where no scaling could differ."""
+        if not len(self.hidden) or not self.num_sites or self.num_adapters == 1:
+            return None
+        weight = self.weight.clone()
+        weight[:: self.num_adapters] *= 1.1
+        return replace(self, weight=weight)
 
     def logits(self) -> Tensor:
         """Return the head's outputs in float64, `[row, site, adapter]`."""
@@ -215,11 +247,7 @@ def rows_problem(
         num_adapters = MIXTURE_SIZE if op == "mix" else max(slots, default=BASE_SLOT) + 1
     ranks = [rank] if isinstance(rank, int) else list(rank)
     sizes = [0 if slot in absent else ranks[slot % len(ranks)] for slot in range(num_adapters)]
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
-
+    randn = _normal(device, seed)
     spans, owner = _stacked(sizes, absent, seed)
     total = len(owner)
     scale = torch.tensor([max(1, sizes[i]) for i in owner], dtype=torch.float32, device=device)[:, None].rsqrt()
@@ -256,14 +284,17 @@ def head_problem(
     **settings: object,
 ) -> HeadProblem:
     """Return a problem of the fused head; `settings` are those of `lora_kernels.scalings.scalings`."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
-
+    randn = _normal(device, seed)
     weight = randn(num_sites * num_adapters, width) * (2 * width**-0.5)
     shift = randn(num_sites * num_adapters).to(dtype) if bias else None
     return HeadProblem(op, randn(num_rows, width).to(dtype), weight.to(dtype), shift, num_adapters, settings)
+
+
+def _normal(device: torch.device | str, seed: int) -> Callable[..., Tensor]:
+    """Return a maker of normal float32 tensors of given shapes; on `meta` they have no values."""
+    if torch.device(device).type == "meta":
+        return functools.partial(torch.randn, device=device)
+    return functools.partial(torch.randn, generator=torch.Generator(device).manual_seed(seed), device=device)
 
 
 def error_ratio(found: Tensor, exact: Tensor) -> float:
@@ -274,3 +305,14 @@ def error_ratio(found: Tensor, exact: Tensor) -> float:
         return 0.0
     scale = float(exact.double().pow(2).mean().sqrt())
     return float((found.double() - exact.double()).pow(2).mean().sqrt()) / (scale or 1.0)
+
+
+def row_error(found: Tensor, exact: Tensor) -> float:
+    """Return the largest RMS error of a row relative to the RMS of all of `exact`; NaN anywhere gives NaN."""
+    if found.shape != exact.shape:
+        raise ValueError(f"row_error: found has shape {list(found.shape)}, exact {list(exact.shape)}")
+    if not exact.numel():
+        return 0.0
+    scale = float(exact.double().pow(2).mean().sqrt())
+    rows = (found.double() - exact.double()).reshape(len(exact), -1).pow(2).mean(-1).sqrt()
+    return float(rows.max()) / (scale or 1.0)

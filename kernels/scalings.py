@@ -4,6 +4,8 @@
     S = S masked to its k largest    per token and site, if top_k; not renormalised
     S = softmax over the survivors   if softmax_topk (no temperature)
 
+`scalings` starts at the logits; `head_scalings` is the classifier's last layer and `scalings` in one launch, so that
+logits never reach memory: logits[t, l * n + i] = hidden[t] . weight[l * n + i] + bias[l * n + i].
 Source: the X-LoRA paper's layer as PEFT computes it (softmax before top-k; the mask is not renormalised).
 """
 
@@ -11,6 +13,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from lora_kernels.checks import Cost
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # macOS and Windows have no Triton
+    triton = tl = None
+
+MAX_FUSED_ADAPTERS = 256  # a site's logits are one tile of registers
+FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LEAST_TEMPERATURE = 1.2e-38  # the least normal float32; dividing by a smaller one gives 0 / 0
 
 
 def scalings(
@@ -36,10 +51,7 @@ def scalings(
     Raises:
         ValueError: a temperature, `top_k` or combination that means nothing.
     """
-    if not temperature > 0:
-        raise ValueError(f"scalings: temperature must be above 0, not {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"scalings: top_k must be at least 1, not {top_k}")
+    _check_settings(temperature, top_k)
     weights = logits.float()
     if softmax:
         weights = torch.softmax(weights / temperature, dim=-1)
@@ -54,3 +66,191 @@ def keep_top_k(weights: Tensor, top_k: int, softmax_topk: bool = False) -> Tenso
     # per token and site: a softmax over the whole masked tensor would mix tokens
     kept = torch.softmax(top.values, dim=-1) if softmax_topk else top.values
     return torch.zeros_like(weights).scatter_(-1, top.indices, kept)
+
+
+def head_scalings_reference(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, num_adapters: int, **settings: object
+) -> Tensor:
+    """Return the scalings of a classifier's last layer, computed in float32; the specification of `head_scalings`."""
+    logits = F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+    return scalings(logits.reshape(len(hidden), weight.shape[0] // num_adapters, num_adapters), **settings)
+
+
+def _head_kernel(
+    hidden_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, num_sites, width,
+    hidden_row, hidden_col, weight_row, weight_col, temperature, top_k,
+    ADAPTERS: tl.constexpr, LANES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SOFTMAX: tl.constexpr, HAS_TOP_K: tl.constexpr, SOFTMAX_TOPK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_SITES: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows and sites; a site's adapters lie in LANES columns, those past ADAPTERS are never read."""
+    COLUMNS: tl.constexpr = BLOCK_SITES * LANES
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, COLUMNS)
+    site = tl.program_id(1) * BLOCK_SITES + column // LANES
+    real = (column % LANES < ADAPTERS) & (site < num_sites)
+    # int64: a row times its stride leaves int32 at 70k rows of 32k
+    output = site.to(tl.int64) * ADAPTERS + column % LANES
+    hidden_base = hidden_ptr + rows.to(tl.int64)[:, None] * hidden_row
+    weight_base = weight_ptr + output[None, :] * weight_row
+    logits = tl.zeros([BLOCK_ROWS, COLUMNS], dtype=tl.float32)
+    for start in range(0, width, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        h = tl.load(hidden_base + k[None, :] * hidden_col, (rows < num_rows)[:, None] & (k < width)[None, :], 0.0)
+        w = tl.load(weight_base + k[:, None] * weight_col, (k < width)[:, None] & real[None, :], 0.0)
+        logits = tl.dot(h, w, logits, input_precision="ieee")
+    if HAS_BIAS:
+        logits += tl.load(bias_ptr + output, real, 0.0).to(tl.float32)[None, :]
+    logits = tl.where((column % LANES < ADAPTERS)[None, :], logits, float("-inf"))
+    weights = tl.reshape(logits, [BLOCK_ROWS * BLOCK_SITES, LANES])
+    if SOFTMAX:
+        weights = _normalised(weights, temperature)
+    if HAS_TOP_K or SOFTMAX_TOPK:
+        kept = _largest(weights, top_k, ADAPTERS, LANES)
+        if SOFTMAX_TOPK:
+            weights = _normalised(tl.where(kept, weights, float("-inf")), 1.0)
+        # a where, not a product: NaN times 0 is NaN
+        weights = tl.where(kept, weights, 0.0)
+    weights = tl.reshape(weights, [BLOCK_ROWS, COLUMNS])
+    out_base = out_ptr + rows.to(tl.int64)[:, None] * (num_sites * ADAPTERS)
+    tl.store(out_base + output[None, :], weights, (rows < num_rows)[:, None] & real[None, :])
+
+
+def _normalised(weights, temperature):
+    """Return the softmax of weights / temperature over the last axis; the peak first, so no quotient overflows."""
+    powers = tl.exp((weights - tl.max(weights, axis=1, keep_dims=True)) / temperature)
+    return powers / tl.sum(powers, axis=1, keep_dims=True)
+
+
+def _largest(weights, top_k, ADAPTERS: tl.constexpr, LANES: tl.constexpr):
+    """Return which top_k weights are the largest; of equal ones the lower adapter, and NaN is above all."""
+    lane = tl.arange(0, LANES)[None, :]
+    # integers that order as the floats do, so that one comparison settles zeros, infinities and NaN
+    bits = tl.where(weights == 0, 0.0, weights).to(tl.int32, bitcast=True)
+    key = tl.where(weights == weights, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    # below every key of a float: lanes that are no adapter, and those taken already
+    key = tl.where(lane < ADAPTERS, key, -0x80000000)
+    for _ in range(top_k):
+        best = tl.max(key, axis=1, keep_dims=True)
+        first = tl.min(tl.where(key == best, lane, LANES), axis=1, keep_dims=True)
+        key = tl.where(lane == first, -0x80000000, key)
+    return (key == -0x80000000) & (lane < ADAPTERS)
+
+
+if triton is not None:
+    _normalised, _largest, _head_kernel = triton.jit(_normalised), triton.jit(_largest), triton.jit(_head_kernel)
+
+
+def head_scalings(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    num_adapters: int,
+    *,
+    softmax: bool = True,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    softmax_topk: bool = False,
+) -> Tensor:
+    """Return the scalings of a classifier's last layer: one Triton launch on CUDA, torch's linear elsewhere.
+
+    The launch keeps logits in float32; torch's linear rounds them to its dtype. Of equal weights at the edge of
+    top-k the launch keeps the lower adapters; torch does not say which it keeps.
+
+    Args:
+        hidden: `[row, width]`, what the last layer reads.
+        weight: `[site * adapter, width]`, output `l * num_adapters + i` is site l's, adapter i's.
+        bias: `[site * adapter]`, or None.
+        num_adapters: adapters a site has, n.
+        softmax, temperature, top_k, softmax_topk: as for `scalings`.
+
+    Returns:
+        float32 `[row, site, adapter]`.
+
+    Raises:
+        ValueError: operands or settings that do not fit.
+    """
+    _check_settings(temperature, top_k)
+    _check_head(hidden, weight, bias, num_adapters)
+    settings = {"softmax": softmax, "temperature": temperature, "top_k": top_k, "softmax_topk": softmax_topk}
+    if _fuses(hidden, weight, num_adapters):
+        return launch_head(hidden, weight, bias, num_adapters, **settings)
+    logits = F.linear(hidden, weight, bias)
+    return scalings(logits.reshape(len(hidden), weight.shape[0] // num_adapters, num_adapters), **settings)
+
+
+def _fuses(hidden: Tensor, weight: Tensor, num_adapters: int) -> bool:
+    if triton is None or not hidden.is_cuda or hidden.dtype not in FUSED_DTYPES or num_adapters > MAX_FUSED_ADAPTERS:
+        return False
+    # the launch has no gradient; whoever trains a classifier gets torch's
+    return not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad))
+
+
+def launch_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, num_adapters: int, *,
+    softmax: bool, temperature: float, top_k: int | None, softmax_topk: bool,
+) -> Tensor:  # fmt: skip
+    """Launch the kernel on checked operands (on a CPU: in Triton's interpreter)."""
+    num_rows, width = hidden.shape
+    num_sites = weight.shape[0] // num_adapters
+    out = torch.empty(num_rows, num_sites, num_adapters, dtype=torch.float32, device=hidden.device)
+    if not out.numel():
+        return out
+    keep = num_adapters if top_k is None else min(top_k, num_adapters)
+    blocks = head_blocks(num_rows, num_adapters)
+    grid = (triton.cdiv(num_rows, blocks["BLOCK_ROWS"]), triton.cdiv(num_sites, blocks["BLOCK_SITES"]))
+    with torch.cuda.device_of(hidden):
+        _head_kernel[grid](
+            hidden, weight, hidden if bias is None else bias, out, num_rows, num_sites, width,
+            *hidden.stride(), *weight.stride(), max(temperature, _LEAST_TEMPERATURE), keep,
+            ADAPTERS=num_adapters, HAS_BIAS=bias is not None, SOFTMAX=softmax, HAS_TOP_K=keep < num_adapters,
+            SOFTMAX_TOPK=softmax_topk, **blocks,
+        )  # fmt: skip
+    return out
+
+
+def head_blocks(num_rows: int, num_adapters: int) -> dict[str, int]:
+    """Return the launch's tile sizes and warps."""
+    lanes = triton.next_power_of_2(num_adapters)
+    few = num_rows <= 64
+    # 16 is the least a tensor core takes; few rows need many programs to read the weights, many rows large tiles
+    columns = max(lanes, 16 if few else 64)
+    return {
+        "LANES": lanes, "BLOCK_ROWS": 16 if few else 64, "BLOCK_SITES": columns // lanes,
+        "BLOCK_K": 128 if columns <= 64 else 32, "num_warps": 4, "num_stages": 3,
+    }  # fmt: skip
+
+
+def cost(num_rows: int, width: int, num_sites: int, num_adapters: int, itemsize: int) -> Cost:
+    """Return the least work of the head over `num_rows` rows; the scalings are float32."""
+    outputs = num_sites * num_adapters
+    moved = (outputs * (width + 1) + num_rows * width) * itemsize + num_rows * outputs * 4
+    return Cost(2 * num_rows * outputs * width, moved)
+
+
+def _check_settings(temperature: float, top_k: int | None) -> None:
+    if not temperature > 0:
+        raise ValueError(f"scalings: temperature must be above 0, not {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"scalings: top_k must be at least 1, not {top_k}")
+
+
+def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, num_adapters: int) -> None:
+    for name, tensor, dims in (("hidden", hidden, 2), ("weight", weight, 2), ("bias", bias, 1)):
+        if tensor is None:
+            continue
+        if tensor.dim() != dims:
+            raise ValueError(f"scalings: {name} must have {dims} dimensions, but its shape is {list(tensor.shape)}")
+        if tensor.device != hidden.device or tensor.dtype != hidden.dtype:
+            raise ValueError(
+                f"scalings: {name} is {tensor.dtype} on {tensor.device}, but hidden is {hidden.dtype} on "
+                f"{hidden.device}; move them to one dtype and device"
+            )
+    if not hidden.dtype.is_floating_point:
+        raise ValueError(f"scalings: hidden must have a float dtype, not {hidden.dtype}")
+    if weight.shape[1] != hidden.shape[1]:
+        raise ValueError(f"scalings: weight reads {weight.shape[1]} features, but hidden has {hidden.shape[1]}")
+    if num_adapters < 1 or weight.shape[0] % num_adapters:
+        raise ValueError(f"scalings: weight has {weight.shape[0]} outputs, which are no whole sites of {num_adapters}")
+    if bias is not None and bias.shape[0] != weight.shape[0]:
+        raise ValueError(f"scalings: bias has {bias.shape[0]} outputs, but weight has {weight.shape[0]}")

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lora_kernels import bgmv as bgmv_op
 from lora_kernels import mix as mix_op
 from lora_kernels import sgmv as sgmv_op
 from lora_kernels.mix import mix, mix_reference
 from lora_kernels.scalings import keep_top_k, scalings
-from lora_kernels.segments import Segment, check_segments, segments
+from lora_kernels.segments import Segment, SpanTable, check_segments, plan_rows, segments
 from lora_kernels.sgmv import sgmv, sgmv_reference
 
 POPULARITY = ["identical", "distinct", "uniform", "zipf:1.5", "skewed", "all_base", "half_base"]
@@ -122,7 +123,8 @@ def test_sgmv_equals_its_reference_and_float64(shape, popularity):
     exact = sgmv_exact(p)
     found = p.y.clone()
     assert sgmv(found, p.x, *p.one_hot) is found
-    assert error_of(sgmv_reference(p.y, p.x, *p.one_hot), exact) < 1e-6
+    plan = plan_rows(segments(p.slots), len(p.slots), "cpu")
+    assert error_of(sgmv_reference(p.y, p.x, p.a, p.b, plan, SpanTable(p.spans)), exact) < 1e-6
     assert error_of(found, exact) < 1e-6
     untouched = [row for row, slot in enumerate(p.slots) if slot not in p.spans]
     assert torch.equal(found[untouched], p.y[untouched])
@@ -228,7 +230,7 @@ def test_operands_that_do_not_fit_are_refused(op, operand, value, message):
     [
         (torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2), r"owner must be int64 of shape \[4\], not .* \[3\]"),
         (torch.zeros(4, dtype=torch.int32), torch.zeros(3, 2), "owner must be int64"),
-        (torch.zeros(4, dtype=torch.int64), torch.zeros(2, 2), r"weights must be \[3 rows, adapters\]"),
+        (torch.zeros(4, dtype=torch.int64), torch.zeros(2, 2), r"weights must be floats of shape \[3 rows, adapters\]"),
         (torch.zeros(4, dtype=torch.int64), torch.zeros(3), "weights must be"),
     ],
 )  # fmt: skip
@@ -336,10 +338,19 @@ def test_scalings_refuse_settings_that_mean_nothing(settings, message):
         scalings(torch.zeros(1, 1, 3), **settings)
 
 
-def test_costs_grow_with_rows_and_rank_and_count_what_is_there():
-    one = sgmv_op.cost(1, 8, 64, 32, 4)
+def test_costs_grow_with_rows_and_true_rank_and_count_what_is_there():
+    spans = {0: (0, 8), 1: (8, 16), 2: (16, 17), 5: (17, 273)}
+
+    def cost(slots):
+        return sgmv_op.cost(plan_rows(segments(slots), len(slots), "cpu"), spans, 64, 32, 4)
+
+    one = cost([0])
     assert one.flops == 2 * 8 * (64 + 32) and one.num_bytes == 4 * (8 * (64 + 32) + 64 + 2 * 32)
-    assert sgmv_op.cost(3, 8, 64, 32, 4).flops == 3 * one.flops
-    assert sgmv_op.cost(3, 8, 64, 32, 4, num_adapters=3).num_bytes == 3 * one.num_bytes
+    assert cost([0, 0, 0]).flops == 3 * one.flops
+    assert cost([0, 1]).num_bytes == 2 * one.num_bytes
+    assert cost([0, 1, 0]).num_bytes == 2 * one.num_bytes + 4 * (64 + 2 * 32)
+    assert cost([2]).flops == one.flops / 8
+    assert cost([-1, 0, 3, -1]) == one  # base rows and rows without a delta here cost nothing
+    assert bgmv_op.cost(plan_rows(segments([0, 1]), 2, "cpu"), spans, 64, 32, 4) == cost([0, 1])
     mixed = mix_op.cost(1, 8, 64, 32, 4)
     assert mixed.num_bytes == one.num_bytes and mixed.flops == one.flops + 8

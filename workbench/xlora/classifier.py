@@ -1,8 +1,9 @@
 """The X-LoRA classifier: hidden states of the scaling pass -> scalings.
 
-    h -> linear -> ReLU -> ... -> linear -> [token, site, adapter] -> softmax, top-k (lora_kernels.scalings)
+    h -> linear -> ReLU -> ... -> linear -> [token, site, adapter] -> softmax, top-k
 
-h is the last hidden state after the final norm, each position by itself. Dropout is a training matter and absent.
+h is the last hidden state after the final norm, each position by itself. Dropout is a training matter and absent. The
+last layer and what follows it are one op (lora_kernels.scalings).
 Checkpoints come with either naming: the xlora package's (`inner.K.*`, `last.*`; K counts ReLU and Dropout too) or
 PEFT's (`internal_xlora_classifier.layers.K.*`). A checkpoint that lost layers, as saves by PEFT 0.20 and later do, is
 refused.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lora_kernels.scalings import scalings
+from lora_kernels.scalings import head_scalings
 from workbench.errors import UserError, names
 from workbench.xlora.config import XLoRAConfig
 
@@ -69,22 +70,23 @@ class Classifier:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return scalings `[token, site, adapter]` in float32 of hidden states `[token, hidden]`."""
-        for number, (weight, bias) in enumerate(self.layers):
-            if number and self.config.use_relu:
-                hidden = F.relu(hidden)
-            hidden = F.linear(hidden, weight, bias)
-        if self.config.layerwise_scalings:
-            logits = hidden.reshape(-1, self.num_sites, self.num_adapters)
-        else:
-            logits = hidden[:, None, :].expand(-1, self.num_sites, -1)
+        *inner, (weight, bias) = self.layers
         config = self.config
-        return scalings(
-            logits,
+        for inner_weight, inner_bias in inner:
+            hidden = F.linear(hidden, inner_weight, inner_bias)
+            hidden = F.relu(hidden) if config.use_relu else hidden
+        made = head_scalings(
+            hidden,
+            weight,
+            bias,
+            self.num_adapters,
             softmax=config.enable_softmax,
             temperature=config.softmax_temperature,
             top_k=config.top_k_lora,
             softmax_topk=config.enable_softmax_topk,
         )
+        # without layerwise scalings the head has one site, whose weights every site uses
+        return made if config.layerwise_scalings else made.expand(-1, self.num_sites, -1).contiguous()
 
 
 def complete_layers(tensors: Mapping[str, Tensor], config: XLoRAConfig, where: str) -> list[dict[str, Tensor]]:
