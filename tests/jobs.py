@@ -53,9 +53,9 @@ class Outcome:
     request: Any
 
 
-def write_shelf(folder: Path) -> Path:
-    """Write a base ("tiny"), its adapters and its mixtures, and return the folder."""
-    model = tiny_model("mistral")
+def write_shelf(folder: Path, kind: str = "mistral") -> Path:
+    """Write a base ("tiny"; a mistral has a sliding window), its adapters and its mixtures, and return the folder."""
+    model = tiny_model(kind)
     save_base(model, folder / "tiny")
     for name, adapter in ADAPTERS.items():
         adapter.write(folder / name, model)

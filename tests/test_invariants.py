@@ -95,7 +95,7 @@ def jobs_of_any_sort(draw) -> Job:
 @given(jobs=st.lists(jobs_of_any_sort(), min_size=1, max_size=6))
 def test_any_mix_of_requests_gives_each_what_it_gets_alone(bitwise, jobs):
     together = run(bitwise, jobs)
-    assert not bitwise.scheduler.has_work() and bitwise.stats()["kv_bytes"] == 0, "a finished request left something"
+    assert not bitwise.scheduler.has_work() and bitwise.counters()["kv_bytes"] == 0, "a finished request left something"
     for job, outcome in zip(jobs, together, strict=True):
         whole = Job(job.prompt, job.who, job.sampling, job.max_tokens)
         alone = _ALONE.setdefault(repr(whole), None) or run(bitwise, [whole])[0]
@@ -187,7 +187,7 @@ def test_uniform_scalings_equal_the_mean_of_the_deltas(shelf, tmp_path):
 
 
 def test_scalings_sum_to_one_before_top_k_and_top_k_only_drops(shelf):
-    engine = engine_on(shelf, loaded=False)
+    engine = engine_on(shelf, loaded=False, prefix_cache=False)
     engine.load_mixture(shelf / "mix", "all")
     engine.load_mixture(shelf / "mix", "two", settings={"top_k_lora": 2})
     prompts = [random_ids(n, n) for n in (1, 6, 30)]

@@ -16,11 +16,11 @@ from torch import Tensor
 from lora_kernels.segments import BASE_SLOT, segments
 from workbench.adapters.linear import EVERY_SITE, MixtureSegment, RowWeights
 from workbench.adapters.merge import constant_weights
-from workbench.engine.attention import AttentionPlan, attention_plan
+from workbench.engine.attention_plan import AttentionPlan, attention_plan
 
 if TYPE_CHECKING:
     from workbench.engine.blocks import BlockPool
-    from workbench.engine.kv import Stream
+    from workbench.engine.paged import PagedStream
     from workbench.engine.request import Request
 
 SCALING, ADAPTED = "scaling", "adapted"
@@ -52,7 +52,7 @@ class SpanPlan:
         return self.first + len(self.token_ids)
 
     @property
-    def stream(self) -> Stream:
+    def stream(self) -> PagedStream:
         """The KV sequence these rows extend."""
         return self.request.streams[self.kind]
 

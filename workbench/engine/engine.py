@@ -30,7 +30,7 @@ from workbench.engine.options import batch_of, require_loaded, split_options
 from workbench.engine.outcome import choose_tokens, classify, classify_rows
 from workbench.engine.request import Request
 from workbench.engine.result import Completion, TraceLabels, best_of, completion_of, failed, trace_of
-from workbench.engine.scheduler import Scheduler
+from workbench.engine.scheduler import Scheduler, reason_of
 from workbench.engine.sources import base_setting, check_adapter, named_base, read_mixture, read_ordering
 from workbench.engine.submission import Submissions
 from workbench.errors import UserError, names
@@ -328,7 +328,7 @@ class Engine:
         except Exception as error:
             self.meters.failed()
             with held_interrupts():
-                return self._finished(self.scheduler.failed(batch, f"{type(error).__name__}: {error}"))
+                return self._finished(self.scheduler.failed(batch, reason_of(error)))
         with held_interrupts():
             finished = self._finished(self.scheduler.commit(batch, answers, scalings))
             self.meters.end(batch)

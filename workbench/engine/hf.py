@@ -25,9 +25,9 @@ from workbench.adapters.linear import LoRALinear, Routing
 from workbench.adapters.modules import LoRATargetModule, dense_weight, embedding_widths, widths_of
 from workbench.adapters.projections import parts_of
 from workbench.adapters.slots import SlotTable
-from workbench.engine.attention import NAME, ShapeProbe, packed_attention
+from workbench.engine.attention_plan import ShapeProbe
 from workbench.engine.batch import StepBatch
-from workbench.engine.blocks import KVShape
+from workbench.engine.paged_attention import NAME, packed_attention
 from workbench.engine.prepack import prepack
 from workbench.errors import UserError, names, nearest
 
@@ -116,15 +116,15 @@ class BaseModel:
         """Number of token ids."""
         return self.config.vocab_size
 
-    def kv_shape(self) -> KVShape:
-        """Return what one token's keys, values and hidden row take, by a forward of one row that attends to nothing."""
+    def probe(self) -> ShapeProbe:
+        """Learn what the layers' KV takes, by a forward of one row that attends to nothing."""
         probe = ShapeProbe()
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with torch.inference_mode():
             self.model.base_model(
                 input_ids=ids, position_ids=ids, use_cache=False, step_batch=SimpleNamespace(attention=probe)
             )
-        return KVShape(probe.layers, self.hidden_size, self.dtype)
+        return probe
 
     def wrap(self, site: str, slots: SlotTable) -> None:
         """Put a `LoRALinear`, or a `LoRAEmbedding`, around a site, once."""

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from workbench.adapters.slots import SlotTable
 from workbench.config import EngineConfig
-from workbench.engine.attention import window_of
 from workbench.engine.batch import ADAPTED, SCALING, SpanPlan
 from workbench.engine.blocks import BLOCK_TOKENS, BlockPool
 from workbench.engine.hf import BaseModel
-from workbench.engine.kv import Stream
+from workbench.engine.paged import PagedStream
 from workbench.engine.request import Request
 from workbench.errors import UserError
 
@@ -70,9 +69,9 @@ class Memory:
     def attach(self, request: Request) -> None:
         """Give a request that starts its streams, with what the cache has of its tokens."""
         limit = min(len(request.tokens) - 1, request.first_unanswered)
-        request.streams = {ADAPTED: Stream(self.pool, self._producer(request, ADAPTED))}
+        request.streams = {ADAPTED: PagedStream(self.pool, self._producer(request, ADAPTED))}
         if request.needs_scaling_rows:
-            request.streams[SCALING] = Stream(self.pool, self._producer(request, SCALING))
+            request.streams[SCALING] = PagedStream(self.pool, self._producer(request, SCALING))
         # the scaling stream first: an adapted token counts as found only if its scalings are known
         request.cached = {kind: self._look_up(request, kind, limit) for kind in reversed(request.streams)}
         if not request.num_preemptions:
@@ -130,7 +129,8 @@ def memory_for(
     model: BaseModel, slots: SlotTable, config: EngineConfig, classify: Callable[[Request, Tensor], Tensor]
 ) -> Memory:
     """Return the KV memory of an engine, as large as its config says, or as the machine allows."""
-    shape = model.kv_shape()
+    probe = model.probe()
+    shape = probe.shape(model.hidden_size, model.dtype)
     most = 2 * config.max_requests * -(-model.max_len // BLOCK_TOKENS)
     given = _default_bytes(model.device) if config.kv_bytes is None else config.kv_bytes
     num_blocks = min(given // shape.block_bytes, most)
@@ -140,7 +140,7 @@ def memory_for(
             f"on base {model.name!r}"
         )
     pool = BlockPool(shape, int(num_blocks), model.device)
-    return Memory(pool, slots, classify, config.prefix_cache, window_of(model.config))
+    return Memory(pool, slots, classify, config.prefix_cache, probe.window)
 
 
 def _default_bytes(device: torch.device) -> int:

@@ -91,7 +91,7 @@ class Meters:
             "requests_waiting": scheduler.num_waiting, "preemptions": scheduler.num_preemptions,
             "kv_bytes": pool.num_referenced * pool.shape.block_bytes,
             "kv_cached_bytes": pool.num_cached * pool.shape.block_bytes, "kv_pool_bytes": pool.num_bytes,
-            "kv_evictions": pool.counts["evictions"], "slot_bytes": engine.slots.num_bytes,
+            "kv_evictions": pool.counts.evictions, "slot_bytes": engine.slots.num_bytes,
         }
         return {name: found[name] for name in _MEANINGS}
 

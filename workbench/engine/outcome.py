@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from workbench.engine.batch import ADAPTED, SCALING, RowSpan, StepBatch
 from workbench.engine.choosing import Choice, Question, choose_batch, logprobs_of
 from workbench.engine.request import Answer, Request
+from workbench.errors import UserError
 
 Answers = dict[tuple[Request, str], list[Answer]]
 
@@ -89,8 +90,14 @@ def _score_known(logits: Tensor, rows: list, known: list[tuple[int, int]], answe
 
 
 def _choose_asked(logits: Tensor, rows: list, asked: list[int], answers: list) -> None:
-    questions = [_question(rows[i][0]) for i in asked]
-    usable = [(i, question) for i, question in zip(asked, questions, strict=True) if question is not None]
+    usable = []
+    for i in asked:
+        try:
+            question = _question(rows[i][0])
+        except UserError as error:  # the grammar leaves nothing
+            answers[i] = Answer(error=str(error))
+        else:
+            usable += [(i, question)] if question is not None else []
     if not usable:
         return
     mine = logits if len(usable) == len(rows) else logits[[i for i, _ in usable]]

@@ -19,7 +19,7 @@ from workbench.adapters.merge import MergedAdapters
 from workbench.engine.batch import ADAPTED, SCALING, SpanPlan
 from workbench.engine.choosing import Choice
 from workbench.engine.history import History
-from workbench.engine.kv import Stream
+from workbench.engine.paged import PagedStream
 from workbench.engine.sampling import Sampling
 from workbench.engine.text import Detokenizer, StopText
 from workbench.xlora.mixture import Mixture
@@ -121,7 +121,7 @@ class Request:
     token_times_s: list[float] = field(default_factory=list)
     draft: int | None = None
     drafts: list[int] = field(default_factory=list)
-    streams: dict[str, Stream] = field(default_factory=dict)
+    streams: dict[str, PagedStream] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
     scalings: Tensor | None = None
     num_scaled: int = 0
@@ -348,8 +348,8 @@ class Request:
             self.finish("stop")
         elif len(self.tokens) >= self.max_length:
             self.finish("length")
-        elif self.mixture is not None and not self.needs_scaling_rows:
-            self.streams[SCALING].free()
+        elif SCALING in self.streams and not self.needs_scaling_rows:
+            self.streams.pop(SCALING).free()
 
     def _say(self, text: str) -> None:
         if not text or self.on_text is None:

@@ -26,6 +26,11 @@ _LOOK_AHEAD = 8  # how many requests a step looks at that cannot run yet, in tim
 _MAX_ISOLATIONS = 3  # a request that runs alone but never beside others fails in the end
 
 
+def reason_of(error: BaseException) -> str:
+    """Return an error as a request reports it: a sentence of ours as it is, any other with its kind."""
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
 class Scheduler:
     """Holds the waiting and running requests of one engine.
 
@@ -106,19 +111,23 @@ class Scheduler:
             scalings: request -> float32 `[row, site, n]` of its scaling span.
         """
         for span in sorted(batch.spans, key=lambda each: each.plan.kind != SCALING):
-            plan = span.plan
-            if plan.request.finish_reason is not None or not plan.request.streams:
-                continue  # failed or was cancelled while its rows ran
-            said = answers.get((plan.request, plan.kind), ())
-            if plan.kind == SCALING:
-                drafted = said[0].choice if said else None
-                plan.request.commit_scaling(plan, scalings[plan.request], drafted and drafted.token)
-            else:
-                plan.request.commit_adapted(plan, said)
-        for span in batch.spans:
-            self.memory.committed(span.plan)
+            try:
+                self._commit_span(span.plan, answers.get((span.plan.request, span.plan.kind), ()), scalings)
+            except Exception as error:  # one request's failure is its own
+                span.plan.request.finish("error", reason_of(error))
         self._suspects = [r for r in self._suspects if r.finish_reason is None and r not in batch.requests]
         return self.sweep()
+
+    def _commit_span(self, plan: SpanPlan, said: Sequence[Answer], scalings: Mapping[Request, Tensor]) -> None:
+        request = plan.request
+        if request.finish_reason is not None or not request.streams:
+            return  # failed or was cancelled while its rows ran
+        if plan.kind == SCALING:
+            draft = said[0].choice if said else None
+            request.commit_scaling(plan, scalings[request], draft and draft.token)
+        else:
+            request.commit_adapted(plan, said)
+        self.memory.committed(plan)
 
     def failed(self, batch: StepBatch, reason: str) -> list[Request]:
         """Take a step that raised: whose fault it was shows when each of its requests runs alone."""

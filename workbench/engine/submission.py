@@ -13,12 +13,13 @@ from workbench.adapters.merge import MergedAdapters
 from workbench.adapters.merging import check_merge, load_merged, merged_of
 from workbench.config import EngineConfig
 from workbench.engine.base import BaseInfo
-from workbench.engine.grammar import GrammarCompiler, ResponseFormat
+from workbench.engine.grammar import GrammarCompiler
 from workbench.engine.library import Library
 from workbench.engine.memory import Memory
 from workbench.engine.options import policy_of, require_loaded, require_one, sampling_of
 from workbench.engine.queue import check_priority
 from workbench.engine.request import Request
+from workbench.engine.response_format import ResponseFormat, check_endable
 from workbench.engine.sampling import DryBreakers, Sampling, check_vocabulary
 from workbench.engine.text import Detokenizer
 from workbench.errors import UserError
@@ -140,8 +141,7 @@ class Submissions:
             return None
         if given:
             raise UserError("response_format says how text is generated; a given continuation is scored as it is")
-        if sampling.ignore_eos:
-            raise UserError("ignore_eos and response_format contradict each other: a finished answer must end")
+        check_endable(asked, sampling.ignore_eos)
         return self.grammars.compile(asked)
 
 
