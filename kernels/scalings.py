@@ -11,21 +11,19 @@ Source: the X-LoRA paper's layer as PEFT computes it (softmax before top-k; the 
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lora_kernels.checks import Cost
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # macOS and Windows have no Triton
-    triton = tl = None
+from lora_kernels.checks import DTYPES, Cost
+from lora_kernels.tiles import div, power_of_2
+from lora_kernels.triton_support import jit, launch, runs_triton, tl
 
 MAX_FUSED_ADAPTERS = 256  # a site's logits are one tile of registers
-FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_LEAST_TEMPERATURE = 1.2e-38  # the least normal float32; dividing by a smaller one gives 0 / 0
+# normal float32 numbers: 0 / (less than the first) and -inf / inf would be NaN
+_TEMPERATURES = (1.2e-38, 3e38)
 
 
 def scalings(
@@ -76,9 +74,33 @@ def head_scalings_reference(
     return scalings(logits.reshape(len(hidden), weight.shape[0] // num_adapters, num_adapters), **settings)
 
 
+@jit
+def _normalised(weights, temperature):
+    """Return the softmax of weights / temperature over the last axis; the peak first, so no quotient overflows."""
+    powers = tl.exp((weights - tl.max(weights, axis=1, keep_dims=True)) / temperature)
+    return powers / tl.sum(powers, axis=1, keep_dims=True)
+
+
+@jit
+def _largest(weights, top_k, ADAPTERS: tl.constexpr, LANES: tl.constexpr):
+    """Return which top_k weights are the largest; of equal ones the lower adapter, and NaN is above all."""
+    lane = tl.arange(0, LANES)[None, :]
+    # integers that order as the floats do, so that one comparison settles zeros, infinities and NaN
+    bits = tl.where(weights == 0, 0.0, weights).to(tl.int32, bitcast=True)
+    key = tl.where(weights == weights, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    # below every key of a float: lanes that are no adapter, and those taken already
+    key = tl.where(lane < ADAPTERS, key, -0x80000000)
+    for _ in range(top_k):
+        best = tl.max(key, axis=1, keep_dims=True)
+        first = tl.min(tl.where(key == best, lane, LANES), axis=1, keep_dims=True)
+        key = tl.where(lane == first, -0x80000000, key)
+    return (key == -0x80000000) & (lane < ADAPTERS)
+
+
+@jit
 def _head_kernel(
     hidden_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, num_sites, width,
-    hidden_row, hidden_col, weight_row, weight_col, temperature, top_k,
+    hidden_row, hidden_col, weight_row, weight_col, temperature_bits, top_k,
     ADAPTERS: tl.constexpr, LANES: tl.constexpr,
     HAS_BIAS: tl.constexpr, SOFTMAX: tl.constexpr, HAS_TOP_K: tl.constexpr, SOFTMAX_TOPK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_SITES: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -104,7 +126,7 @@ def _head_kernel(
     logits = tl.where((column % LANES < ADAPTERS)[None, :], logits, float("-inf"))
     weights = tl.reshape(logits, [BLOCK_ROWS * BLOCK_SITES, LANES])
     if SOFTMAX:
-        weights = _normalised(weights, temperature)
+        weights = _normalised(weights, temperature_bits.to(tl.int32).to(tl.float32, bitcast=True))
     if HAS_TOP_K or SOFTMAX_TOPK:
         kept = _largest(weights, top_k, ADAPTERS, LANES)
         if SOFTMAX_TOPK:
@@ -114,31 +136,6 @@ def _head_kernel(
     weights = tl.reshape(weights, [BLOCK_ROWS, COLUMNS])
     out_base = out_ptr + rows.to(tl.int64)[:, None] * (num_sites * ADAPTERS)
     tl.store(out_base + output[None, :], weights, (rows < num_rows)[:, None] & real[None, :])
-
-
-def _normalised(weights, temperature):
-    """Return the softmax of weights / temperature over the last axis; the peak first, so no quotient overflows."""
-    powers = tl.exp((weights - tl.max(weights, axis=1, keep_dims=True)) / temperature)
-    return powers / tl.sum(powers, axis=1, keep_dims=True)
-
-
-def _largest(weights, top_k, ADAPTERS: tl.constexpr, LANES: tl.constexpr):
-    """Return which top_k weights are the largest; of equal ones the lower adapter, and NaN is above all."""
-    lane = tl.arange(0, LANES)[None, :]
-    # integers that order as the floats do, so that one comparison settles zeros, infinities and NaN
-    bits = tl.where(weights == 0, 0.0, weights).to(tl.int32, bitcast=True)
-    key = tl.where(weights == weights, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
-    # below every key of a float: lanes that are no adapter, and those taken already
-    key = tl.where(lane < ADAPTERS, key, -0x80000000)
-    for _ in range(top_k):
-        best = tl.max(key, axis=1, keep_dims=True)
-        first = tl.min(tl.where(key == best, lane, LANES), axis=1, keep_dims=True)
-        key = tl.where(lane == first, -0x80000000, key)
-    return (key == -0x80000000) & (lane < ADAPTERS)
-
-
-if triton is not None:
-    _normalised, _largest, _head_kernel = triton.jit(_normalised), triton.jit(_largest), triton.jit(_head_kernel)
 
 
 def head_scalings(
@@ -174,51 +171,51 @@ def head_scalings(
     _check_head(hidden, weight, bias, num_adapters)
     settings = {"softmax": softmax, "temperature": temperature, "top_k": top_k, "softmax_topk": softmax_topk}
     if _fuses(hidden, weight, num_adapters):
-        return launch_head(hidden, weight, bias, num_adapters, **settings)
+        return _launch(hidden, weight, bias, num_adapters, **settings)
     logits = F.linear(hidden, weight, bias)
     return scalings(logits.reshape(len(hidden), weight.shape[0] // num_adapters, num_adapters), **settings)
 
 
 def _fuses(hidden: Tensor, weight: Tensor, num_adapters: int) -> bool:
-    if triton is None or not hidden.is_cuda or hidden.dtype not in FUSED_DTYPES or num_adapters > MAX_FUSED_ADAPTERS:
+    if num_adapters > MAX_FUSED_ADAPTERS or hidden.dtype not in DTYPES or not runs_triton(hidden):
         return False
     # the launch has no gradient; whoever trains a classifier gets torch's
     return not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad))
 
 
-def launch_head(
+def _launch(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, num_adapters: int, *,
     softmax: bool, temperature: float, top_k: int | None, softmax_topk: bool,
 ) -> Tensor:  # fmt: skip
-    """Launch the kernel on checked operands (on a CPU: in Triton's interpreter)."""
     num_rows, width = hidden.shape
     num_sites = weight.shape[0] // num_adapters
     out = torch.empty(num_rows, num_sites, num_adapters, dtype=torch.float32, device=hidden.device)
     if not out.numel():
         return out
     keep = num_adapters if top_k is None else min(top_k, num_adapters)
-    blocks = head_blocks(num_rows, num_adapters)
-    grid = (triton.cdiv(num_rows, blocks["BLOCK_ROWS"]), triton.cdiv(num_sites, blocks["BLOCK_SITES"]))
-    with torch.cuda.device_of(hidden):
-        _head_kernel[grid](
-            hidden, weight, hidden if bias is None else bias, out, num_rows, num_sites, width,
-            *hidden.stride(), *weight.stride(), max(temperature, _LEAST_TEMPERATURE), keep,
-            ADAPTERS=num_adapters, HAS_BIAS=bias is not None, SOFTMAX=softmax, HAS_TOP_K=keep < num_adapters,
-            SOFTMAX_TOPK=softmax_topk, **blocks,
-        )  # fmt: skip
+    low, high = _TEMPERATURES
+    # launches take integers: the bits of a float32
+    bits = struct.unpack("i", struct.pack("f", min(max(temperature, low), high)))[0]
+    blocks, options = _cut(num_rows, num_adapters)
+    launch(
+        "scalings.head", _head_kernel, (div(num_rows, blocks["BLOCK_ROWS"]), div(num_sites, blocks["BLOCK_SITES"])),
+        (hidden, weight, hidden if bias is None else bias, out, num_rows, num_sites, width, *hidden.stride(),
+         *weight.stride(), bits, keep),
+        {"ADAPTERS": num_adapters, "HAS_BIAS": bias is not None, "SOFTMAX": softmax,
+         "HAS_TOP_K": keep < num_adapters, "SOFTMAX_TOPK": softmax_topk, **blocks},
+        **options,
+    )  # fmt: skip
     return out
 
 
-def head_blocks(num_rows: int, num_adapters: int) -> dict[str, int]:
-    """Return the launch's tile sizes and warps."""
-    lanes = triton.next_power_of_2(num_adapters)
+def _cut(num_rows: int, num_adapters: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the kernel's tile sizes, and its warps and stages."""
+    lanes = power_of_2(num_adapters)
     few = num_rows <= 64
     # 16 is the least a tensor core takes; few rows need many programs to read the weights, many rows large tiles
     columns = max(lanes, 16 if few else 64)
-    return {
-        "LANES": lanes, "BLOCK_ROWS": 16 if few else 64, "BLOCK_SITES": columns // lanes,
-        "BLOCK_K": 128 if columns <= 64 else 32, "num_warps": 4, "num_stages": 3,
-    }  # fmt: skip
+    blocks = {"LANES": lanes, "BLOCK_ROWS": 16 if few else 64, "BLOCK_SITES": columns // lanes}
+    return blocks | {"BLOCK_K": 128 if columns <= 64 else 32}, {"num_warps": 4, "num_stages": 3}
 
 
 def cost(num_rows: int, width: int, num_sites: int, num_adapters: int, itemsize: int) -> Cost:

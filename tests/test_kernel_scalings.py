@@ -13,16 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lora_kernels.checks import DTYPES
 from lora_kernels.problems import error_ratio, make_problem
-from lora_kernels.scalings import (
-    FUSED_DTYPES,
-    MAX_FUSED_ADAPTERS,
-    cost,
-    head_scalings,
-    head_scalings_reference,
-    launch_head,
-    scalings,
-)
+from lora_kernels.scalings import MAX_FUSED_ADAPTERS, cost, head_scalings, head_scalings_reference, scalings
+from lora_kernels.triton_support import interpreting
 from workbench.xlora import Classifier, XLoRAConfig
 
 pytestmark = [
@@ -31,7 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
 ]
 
-PLAIN = {"softmax": True, "temperature": 1.0, "top_k": None, "softmax_topk": False}
 SETTINGS = [
     {},
     {"top_k": 1},
@@ -61,7 +54,8 @@ def poison(monkeypatch):
 
 
 def launched(hidden: Tensor, weight: Tensor, bias: Tensor | None, num_adapters: int, **settings) -> Tensor:
-    return launch_head(hidden, weight, bias, num_adapters, **(PLAIN | settings))
+    with interpreting():
+        return head_scalings(hidden, weight, bias, num_adapters, **settings)
 
 
 def of(problem) -> tuple:
@@ -118,7 +112,7 @@ def test_the_launch_is_no_worse_than_torch(dtype):
     assert error_ratio(launched(*of(p)), p.exact()) <= error_ratio(head_scalings(*of(p)), p.exact())
 
 
-@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-6, 1e6, 1e38])
+@pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-30, 1e-6, 1e6, 1e38, math.inf])
 def test_extreme_temperatures_are_the_largest_alone_or_all_alike(temperature):
     p = make_problem("scalings", 3, 50, 4, 5)
     found = launched(*of(p), temperature=temperature)
@@ -240,7 +234,7 @@ def test_on_a_cpu_the_classifier_is_its_layers_one_after_the_other_bitwise(depth
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", FUSED_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 16, 300])
 def test_on_a_gpu_the_head_equals_float64(num_rows, dtype):
     p = make_problem("scalings", num_rows, 4096, 224, 9, dtype, "cuda", softmax=True, top_k=3)

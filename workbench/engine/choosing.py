@@ -168,8 +168,8 @@ def _nothing_left(question: Question) -> UserError:
     reasons = [
         name for name, is_on in (
             ("the grammar", question.mask is not None), ("logit_bias", sampling.logit_bias),
-            (f"min_tokens ({sampling.min_tokens}), which rules out the end", question.barred_ends),
+            (f"min_tokens ({sampling.min_tokens})", question.barred_ends),
         ) if is_on
     ]
     who = " and ".join(reasons) or "the penalties"
-    return UserError(f"no token is left to choose: {who} forbid all that the model allows")
+    return UserError(f"no token is left to choose: all that the model allows is ruled out by {who}")

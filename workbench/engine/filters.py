@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 # how many of the likeliest tokens a row looks at, until its cut lies among them
 _WIDTHS = (64, 1024)
 _IN_CACHE = 2**16  # noise of that many tokens is made at once on a CPU: more would not stay in its cache
-_COLDEST = 1e-30  # below it, differences of logits overflow float32; it is greedy already
+# beyond them differences of logits leave float32; below it is greedy already, and above all tokens are alike
+_COLDEST, _HOTTEST = 1e-30, 1e30
+_SMALLEST = torch.finfo(torch.float32).tiny
 _NONE = float("-inf")
 _ORDER = ("top_k", "typical_p", "top_p", "min_p")
 
@@ -38,8 +40,9 @@ def draw(scores: Tensor, peaks: Tensor, questions: Sequence[Question]) -> Tensor
     """
     tokens = torch.zeros(len(questions), dtype=torch.int64, device=scores.device)
     by_filter: dict[str | None, list[int]] = {}
+    vocab_size = scores.shape[1]
     for row, question in enumerate(questions):
-        by_filter.setdefault(_first_filter(question.sampling, scores.shape[1]), []).append(row)
+        by_filter.setdefault(_first_filter(question.sampling, vocab_size), []).append(row)
     for first, rows in by_filter.items():
         for part, picked in _picked(first, rows, scores, peaks, questions):
             tokens[part] = picked
@@ -124,7 +127,7 @@ def _filtered(
         return values >= values.gather(1, amounts.long() - 1)
     if name == "top_p":
         # the token that crosses p is kept
-        return (shares.cumsum(-1) - shares < amounts) | is_off
+        return (shares.cumsum(-1) - shares < amounts.clamp(min=_SMALLEST)) | is_off
     if name == "min_p":
         likeliest = values.where(kept, _NONE).amax(-1, keepdim=True)
         return ~((values - likeliest).exp_() < amounts)
@@ -179,7 +182,7 @@ def _column(amounts: Sequence[float | None], like: Tensor) -> Tensor:
 
 
 def _temperatures(questions: Sequence[Question], device: torch.device) -> Tensor:
-    rows = [[max(question.sampling.temperature, _COLDEST)] for question in questions]
+    rows = [[min(max(question.sampling.temperature, _COLDEST), _HOTTEST)] for question in questions]
     return torch.tensor(rows, dtype=torch.float32, device=device)
 
 

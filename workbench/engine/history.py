@@ -43,8 +43,8 @@ class History:
             prompt = _NOTHING
         else:
             prompt = np.asarray(prompt_ids, np.int64)
-            if len(prompt) and not 0 <= prompt.min() <= prompt.max() < vocab_size:
-                raise UserError(f"prompt tokens must be from 0 to {vocab_size - 1}")
+            if wrong := prompt[(prompt < 0) | (prompt >= vocab_size)].tolist():
+                raise UserError(f"prompt tokens must be from 0 to {vocab_size - 1}, not {wrong[0]}")
         if sampling.repetition_penalty != 1:
             self._seen = _Counts()
             for token in np.unique(prompt).tolist():

@@ -62,8 +62,10 @@ def _presence_and_frequency(scores: Tensor, questions: Sequence[Question]) -> No
         presence, frequency = question.sampling.presence_penalty, question.sampling.frequency_penalty
         if presence or frequency:
             tokens, counts = question.history.said(question.extra)
-            penalty = _float32(presence) + _float32(frequency) * counts.astype(np.float32)
-            rows.append((row, tokens, penalty))
+            with np.errstate(over="ignore"):
+                penalty = _float32(presence) + _float32(frequency) * counts.astype(np.float32)
+            # not infinite: a forbidden token's -inf less -inf would be no number
+            rows.append((row, tokens, np.clip(penalty, -_MAX, _MAX)))
     _change(scores, rows, lambda values, penalty: values - penalty)
 
 
@@ -97,7 +99,8 @@ def _change(
     rows = [each for each in rows if len(each[1])]
     if not rows:
         return
-    places = np.concatenate([tokens + row * scores.shape[1] for row, tokens, _ in rows])
+    vocab_size = scores.shape[1]
+    places = np.concatenate([tokens + row * vocab_size for row, tokens, _ in rows])
     amounts = np.concatenate([np.broadcast_to(_float32(amount), tokens.shape) for _, tokens, amount in rows])
     at = torch.from_numpy(places).to(scores.device)
     flat = scores.view(-1)

@@ -229,7 +229,15 @@ def random_model(
 
 def save_base(model: nn.Module, folder: Path) -> Path:
     """Write a model's folder, without a tokenizer, and return it."""
-    model.save_pretrained(folder)
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     return folder
 
 
