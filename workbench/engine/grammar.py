@@ -1,0 +1,352 @@
+"""Grammars: a response format compiled once, and per request a matcher that says which tokens may come next.
+
+Contract: what a matcher lets through, token by token up to an end-of-sequence token, is text of the format. Tokens
+that the grammar forces are not filled in without a forward; each is one of the mask's.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.engine.json_schema import compilable
+from workbench.engine.response_format import JSON_SCHEMA, KINDS, REGEX, ResponseFormat
+from workbench.errors import UserError
+
+# a small model may go on with blanks for ever where any number may stand
+_BLANKS = r"[\x20\x0A\x0D\x09]{1,32}"
+# a third of the defaults: the longest step and the automaton of one format stay near 0.3 s and 100 MB
+_LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 80_000, "verbose_errors": False}
+# compiling recurses through rules that name rules; at 8 MB a thousand of them end the process
+_STACK_BYTES = 256 << 20
+_stack_lock = threading.Lock()
+
+
+class GrammarError(UserError):
+    """A request cannot go on: no token may follow, or its grammar grew beyond the limits."""
+
+
+class GrammarCompiler:
+    """Compiles response formats for one model, off the caller's thread; equal formats once.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers; anything else fails each `compile`.
+        vocab_size: width of the model's logits; ids that the tokenizer lacks are never allowed.
+        eos_ids: tokens that end a text.
+        num_threads: how many formats compile at a time.
+        max_cached: how many compiled ones are kept, by last use.
+    """
+
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int], num_threads: int = 1, max_cached: int = 64
+    ):
+        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, sorted(eos_ids)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
+        self._cache: OrderedDict[ResponseFormat, Future[Grammar]] = OrderedDict()
+        self._max_cached = max_cached
+        self._waiting: set[Future[Grammar]] = set()
+        self._lock, self._vocabulary_lock = threading.Lock(), threading.Lock()
+        self._vocabulary: _Vocabulary | None = None
+        self._closed = False
+
+    def compile(self, wanted: ResponseFormat) -> Future[Grammar]:
+        """Return the format's grammar, perhaps still to come; it is shared, so it cannot be cancelled.
+
+        The future's exception is a UserError: the format does not compile, no text meets it, there is no tokenizer to
+        match tokens with, or the compiler was closed.
+        """
+        with self._lock:
+            if self._closed:
+                return _failed("the engine was shut down; it compiles no more response formats")
+            future = self._cache.get(wanted)
+            if future is None:
+                future = self._cache[wanted] = Future()
+                future.set_running_or_notify_cancel()
+                self._waiting.add(future)
+                self._pool.submit(self._work, wanted, future)
+                if len(self._cache) > self._max_cached:
+                    self._cache.popitem(last=False)
+            self._cache.move_to_end(wanted)
+        if future.done() and (error := future.exception()) is not None:
+            return _failed(str(error))  # an exception raised in several threads collects all their frames
+        return future
+
+    def close(self) -> None:
+        """End the threads, after what they compile now; whoever still waits gets a UserError. May be called twice."""
+        with self._lock:
+            self._closed = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for future in list(self._waiting):
+            self._settle(future, UserError("the engine was shut down before the response format was compiled"))
+
+    def _work(self, wanted: ResponseFormat, future: Future[Grammar]) -> None:
+        try:
+            self._settle(future, Grammar(wanted, self._words()))
+        except UserError as error:
+            self._settle(future, error)
+        except Exception as error:  # one format's failure is its own, whatever the library raises
+            self._settle(future, UserError(f"{_named(wanted)} cannot be compiled: {_reason(str(error))}"))
+
+    def _settle(self, future: Future[Grammar], outcome: Grammar | UserError) -> None:
+        self._waiting.discard(future)
+        future.set_exception(outcome) if isinstance(outcome, UserError) else future.set_result(outcome)
+
+    def _words(self) -> _Vocabulary:
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_ids)
+            return self._vocabulary
+
+
+class Grammar:
+    """A compiled response format; matchers of it are cheap.
+
+    Attributes:
+        format: what it was compiled from.
+    """
+
+    def __init__(self, wanted: ResponseFormat, vocabulary: _Vocabulary):
+        self.format, self.vocabulary = wanted, vocabulary
+        self._source = _source(wanted)
+        self._template = _on_deep_stack(self._build)
+        first = self._template.deep_copy()
+        allowed = vocabulary.allowed(first)
+        if first.is_error():
+            raise UserError(f"{_named(wanted)} cannot be compiled: {_reason(first.get_error())}")
+        if not allowed.any():
+            raise UserError(f"{_named(wanted)} cannot be met: no text fits it")
+
+    def matcher(self) -> Matcher:
+        """Return a matcher at the start of a text."""
+        return Matcher(self)
+
+    def start(self, is_worn: bool = False) -> Any:
+        """Return llguidance's matcher at the start of a text.
+
+        All of one grammar share an automaton that grows with use; `is_worn` gives up one that reached its limit.
+        """
+        if is_worn:
+            self._template = _on_deep_stack(self._build)
+        return self._template.deep_copy()
+
+    def _build(self) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
+        built = LLMatcher(self.vocabulary.tokenizer, self._source, limits=LLParserLimits(**_LIMITS), log_level=0)
+        if built.is_error():
+            raise UserError(f"{_named(self.format)} cannot be compiled: {_reason(built.get_error())}")
+        return built
+
+
+class Matcher:
+    """The place of one request in its grammar. Not thread-safe.
+
+    Whoever samples from `mask` asks `is_finished` first: a finished text has nothing left to choose.
+    """
+
+    def __init__(self, grammar: Grammar):
+        self._grammar, self._vocabulary = grammar, grammar.vocabulary
+        self._inner = grammar.start()
+        self._tokens: list[int] = []
+        self._has_ended = False
+        self._now: np.ndarray | None = None
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the text so far meets the format."""
+        return self._has_ended or self._inner.is_accepting()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing may follow but an end-of-sequence token."""
+        if self._has_ended:
+            return True
+        now = self._allowed()
+        return bool(now.any()) and not now[self._vocabulary.not_eos].any()
+
+    def mask(self, after: Sequence[int] = ()) -> Tensor | None:
+        """Return which tokens may come next, bool `[vocab]`; do not write into it.
+
+        Args:
+            after: tokens drafted to come first; the matcher stays where it is.
+
+        Returns:
+            The mask; None where the draft breaks the grammar, ends the text, or leads where nothing follows.
+
+        Raises:
+            GrammarError: without a draft: no token may follow, or a limit was reached.
+        """
+        if after:
+            allowed = self._allowed_after([int(token) for token in after])
+            return None if allowed is None or not allowed.any() else torch.from_numpy(allowed)
+        now = self._allowed()
+        if not now.any():
+            raise GrammarError(f"{_named(self._grammar.format)} allows nothing after the text so far, and not its end")
+        return torch.from_numpy(now)
+
+    def accept(self, token: int) -> None:
+        """Go on by one token.
+
+        Raises:
+            GrammarError: it is not one of the mask's (the matcher stays where it was), or a limit was reached.
+        """
+        if not 0 <= token < self._vocabulary.size or not self._allowed()[token] or self._has_ended:
+            raise GrammarError(f"token {token} does not follow by {_named(self._grammar.format)}")
+        if token in self._vocabulary.eos_ids:
+            self._has_ended = True
+            return
+        if not self._inner.consume_token(token):
+            self._restart()
+            if not self._inner.consume_token(token):
+                raise self._broken()
+        self._tokens.append(token)
+        self._now = None
+
+    def _allowed(self) -> np.ndarray:
+        if self._now is None:
+            allowed = self._vocabulary.allowed(self._inner)
+            if self._inner.is_error():
+                self._restart()
+                allowed = self._vocabulary.allowed(self._inner)
+                if self._inner.is_error():
+                    raise self._broken()
+            self._now = allowed
+        return self._now
+
+    def _allowed_after(self, draft: list[int]) -> np.ndarray | None:
+        size = self._vocabulary.size
+        if self._has_ended or any(not 0 <= token < size or token in self._vocabulary.eos_ids for token in draft):
+            return None
+        taken = self._inner.try_consume_tokens(draft)
+        allowed = self._vocabulary.allowed(self._inner) if taken == len(draft) else None
+        if self._inner.is_error() or not self._inner.rollback(taken):
+            self._restart()
+            return None
+        return allowed
+
+    def _restart(self) -> None:
+        self._inner = self._grammar.start(is_worn=True)
+        self._inner.consume_tokens(self._tokens)
+
+    def _broken(self) -> GrammarError:
+        return GrammarError(f"{_named(self._grammar.format)} is too complex here: {_reason(self._inner.get_error())}")
+
+
+class _Vocabulary:
+    """What llguidance knows of the model's tokens, and what it does not: ids to spare, and what ends a text."""
+
+    def __init__(self, tokenizer: Any, size: int, eos_ids: Sequence[int]):
+        if tokenizer is None:
+            raise UserError("response_format needs the base's tokenizer, and this base has none")
+        if not getattr(tokenizer, "is_fast", False):
+            raise UserError(
+                "response_format needs a fast tokenizer (tokenizer.json), and this base's is "
+                f"{type(tokenizer).__name__}, a slow one"
+            )
+        ids = tokenizer.get_vocab().values()
+        self.size, self.eos_ids = size, frozenset(i for i in eos_ids if 0 <= i < size)
+        ends = sorted(self.eos_ids & set(ids))
+        if not ends:
+            raise UserError("response_format needs a base with an end-of-sequence token, and this one names none")
+        self.tokenizer = _load(tokenizer, max(size, max(ids) + 1), ends)
+        self._known = np.zeros(self.tokenizer.vocab_size, dtype=bool)
+        self._known[[*ids]] = True
+        self.not_eos = np.ones(size, dtype=bool)
+        self._eos = sorted(self.eos_ids)
+        self.not_eos[self._eos] = False
+
+    def allowed(self, inner: Any) -> np.ndarray:
+        """Return which tokens may come next, bool `[vocab]`; meaningless once `inner.is_error()`."""
+        packed = np.frombuffer(inner.compute_bitmask(), dtype=np.uint8)
+        bits = np.unpackbits(packed, count=len(self._known), bitorder="little").view(bool)
+        bits &= self._known
+        bits = bits[: self.size]
+        # llguidance allows an end in dead ends too, and never an id that the tokenizer lacks
+        bits[self._eos] = [inner.is_accepting() or (bits[token] and self._closes(inner, token)) for token in self._eos]
+        return bits
+
+    def _closes(self, inner: Any, token: int) -> bool:
+        """Whether the grammar itself names this token as its last."""
+        # a copy: neither try_consume_tokens nor rollback knows an end-of-sequence token
+        ahead = inner.deep_copy()
+        return ahead.consume_token(token) and ahead.is_accepting()
+
+
+def _load(tokenizer: Any, size: int, ends: list[int]) -> Any:
+    try:
+        from llguidance.hf import from_tokenizer
+    except ImportError:
+        raise UserError("response_format needs the package llguidance: pip install llguidance") from None
+    try:
+        return from_tokenizer(tokenizer, n_vocab=size, eos_token=ends)
+    except Exception as error:  # the library raises bare Exceptions for tokenizers that it cannot read
+        raise UserError(f"response_format does not work with this base's tokenizer: {_reason(str(error))}") from None
+
+
+def _source(wanted: ResponseFormat) -> str:
+    from llguidance import LLMatcher
+
+    if wanted.kind == JSON_SCHEMA:
+        schema = compilable(wanted.text)
+        if schema == "true":
+            schema = "{}"  # an object can carry options
+        options = {"whitespace_pattern": _BLANKS} if schema.startswith("{") else None
+        return LLMatcher.grammar_from_json_schema(schema, defaults=options)
+    if wanted.kind == REGEX:
+        return LLMatcher.grammar_from_regex(wanted.text)
+    return LLMatcher.grammar_from_lark(wanted.text)
+
+
+def _on_deep_stack(call: Callable[[], Any]) -> Any:
+    """Return `call()`, made in a thread with a deep stack."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    with _stack_lock:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="grammar-compile", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return done.result()
+
+
+def _failed(message: str) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(UserError(message))
+    return future
+
+
+def _named(wanted: ResponseFormat) -> str:
+    return f"response_format: the {KINDS[wanted.kind]}"
+
+
+def _reason(message: str) -> str:
+    """Return the line of a compiler's message that says what is wrong, without its drawing of where."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    line = next((line[7:] for line in lines if line.startswith("error: ")), lines[0] if lines else "no reason given")
+    if line.startswith("panic"):
+        return "it is larger than the compiler can hold"
+    if line.startswith("oneOf constraints"):
+        return (
+            "the branches of a oneOf may overlap; use anyOf, or require in every branch a property with a constant of "
+            "its own"
+        )
+    if placed := re.match(r"(?:at )?(\d+)\((\d+)\): (.*)", line):
+        line = f"{placed[3]} (line {placed[1]}, column {placed[2]})"
+    return line if len(line) <= 240 else line[:237] + "..."

@@ -1,0 +1,182 @@
+"""JSON schemas as response formats: every keyword is enforced or refused by name, wherever it stands.
+
+The grammar compiler skips keywords it does not know, so what it must not skip is refused here. Where it is stricter
+than it needs to be, `compilable` says the same in words it takes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+from workbench.errors import UserError, nearest
+
+_ONE_SCHEMA = ("items", "additionalItems", "additionalProperties")
+_SCHEMA_LISTS = ("items", "prefixItems", "anyOf", "allOf", "oneOf")
+_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_VALUES = (
+    "$ref", "const", "enum", "type", "minItems", "maxItems", "required", "minProperties", "maxProperties", "minLength",
+    "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+)  # fmt: skip
+# they say something about a value, never which values fit
+_NOTES = (
+    "$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$vocabulary", "$comment", "title", "description", "default",
+    "examples", "example", "deprecated", "readOnly", "writeOnly", "contentMediaType", "contentEncoding",
+    "contentSchema", "discriminator", "xml", "externalDocs",
+)  # fmt: skip
+_REFUSED = (
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames",
+    "unevaluatedProperties", "unevaluatedItems", "dependentRequired", "dependentSchemas", "dependencies",
+    "$dynamicRef", "$recursiveRef", "$recursiveAnchor", "nullable",
+)  # fmt: skip
+_TAKEN = frozenset([*_ONE_SCHEMA, *_SCHEMA_LISTS, *_SCHEMA_MAPS, *_VALUES, *_NOTES])
+# keywords that ask for nothing with this value
+_IDLE = {"uniqueItems": False, "nullable": False}
+_OPTIONS = "x-guidance"
+_MAX_MULTIPLE = 100_000  # its automaton has a state per remainder: a million take eight seconds to build
+
+
+def check_schema(schema: Any) -> None:
+    """Raise unless every part of a JSON schema is enforced when text is generated.
+
+    Raises:
+        UserError: a keyword that is unknown or not supported, with its place and the nearest known one.
+    """
+    for where, node in _nodes(schema):
+        for key, value in node.items():
+            if not isinstance(key, str):
+                raise UserError(f"response_format: a key of the JSON schema{where} must be text, not {key!r}")
+            _check_keyword(where, key, value)
+        _check_counts(where, node)
+        _check_multiple(where, node.get("multipleOf"))
+
+
+def compilable(text: str) -> str:
+    """Return a checked schema's JSON, `oneOf` written as `anyOf` where at most one branch can fit anyway."""
+    schema = json.loads(text)
+    for _, node in list(_nodes(schema)):
+        parts = [(key, value) for key, value in node.items() if not _is_idle(key, value)]
+        if "oneOf" in node and "anyOf" not in node and _told_apart(schema, node["oneOf"]):
+            parts = [("anyOf" if key == "oneOf" else key, value) for key, value in parts]
+        node.clear()
+        node.update(parts)
+    return json.dumps(schema, ensure_ascii=False)
+
+
+def _nodes(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place and the object of every schema within `schema`, itself first."""
+    waiting = [("", schema)]
+    while waiting:
+        where, node = waiting.pop()
+        if isinstance(node, bool):
+            continue
+        if not isinstance(node, Mapping):
+            raise UserError(
+                f"response_format: a JSON schema is an object, true or false, not {_short(node)}"
+                + (f" (at{where})" if where else "")
+            )
+        yield where, node
+        # what is read last is popped first: places come in the order of the text
+        waiting += reversed([(f"{where or ' '}/{name}", part) for name, part in _parts(node, where)])
+
+
+def _parts(node: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if key in _SCHEMA_LISTS and isinstance(value, Sequence) and not isinstance(value, str):
+            yield from ((f"{key}/{index}", part) for index, part in enumerate(value))
+        elif key in _ONE_SCHEMA:
+            yield key, value
+        elif key in _SCHEMA_LISTS:
+            raise UserError(f"response_format: {key!r}{_at(where)} must be a list of JSON schemas, not {_short(value)}")
+        elif key in _SCHEMA_MAPS:
+            if not isinstance(value, Mapping):
+                raise UserError(f"response_format: {key!r}{_at(where)} must be an object, not {_short(value)}")
+            yield from ((f"{key}/{name}", part) for name, part in value.items())
+
+
+def _check_keyword(where: str, key: str, value: Any) -> None:
+    if key in _TAKEN or _is_idle(key, value):
+        return
+    if key == _OPTIONS and not where:
+        if isinstance(value, Mapping) and value.get("lenient"):
+            raise UserError(f"response_format: {_OPTIONS!r} asks for 'lenient', which would skip what is not supported")
+        return
+    if key.startswith("x-") and key != _OPTIONS:
+        return
+    if key in _REFUSED:
+        instead = '; write "type": [..., "null"] instead' if key == "nullable" else ""
+        raise UserError(f"response_format: {key!r}{_at(where)} of the JSON schema is not supported{instead}")
+    raise UserError(
+        f"response_format: {key!r}{_at(where)} is no keyword of JSON schemas"
+        f"{nearest(key, [*sorted(_TAKEN), *_REFUSED])} (names that begin with x- are notes of your own)"
+    )
+
+
+def _check_counts(where: str, node: Mapping[str, Any]) -> None:
+    least, required = node.get("minProperties"), node.get("required")
+    named = len(required) if isinstance(required, Sequence) else 0
+    # of properties beyond the named ones nothing keeps a second from having the first one's name
+    if isinstance(least, int) and least > named + 1:
+        raise UserError(
+            f"response_format: 'minProperties'{_at(where)} is {least}, but only {named} properties are required by "
+            f"name; at most {named + 1} can be promised"
+        )
+
+
+def _check_multiple(where: str, step: Any) -> None:
+    if isinstance(step, (int, float)) and not isinstance(step, bool):
+        digits = "".join(c for c in f"{step:f}" if c.isdigit()).strip("0")
+        if digits and int(digits) > _MAX_MULTIPLE:
+            raise UserError(
+                f"response_format: 'multipleOf'{_at(where)} is {step}; steps of more than {_MAX_MULTIPLE} (decimal "
+                "point aside) are not supported"
+            )
+
+
+def _is_idle(key: str, value: Any) -> bool:
+    return key in _IDLE and value is _IDLE[key]
+
+
+def _told_apart(root: Any, branches: Sequence[Any]) -> bool:
+    """Whether no value fits two branches: a property that all require has other constants in each."""
+    objects = [_target(root, branch) for branch in branches]
+    if not all(isinstance(branch, Mapping) and branch.get("type") == "object" for branch in objects):
+        return False
+    names = set.intersection(*(set(map(str, branch.get("required") or ())) for branch in objects)) if objects else ()
+    for name in names:
+        tags = [_constants((branch.get("properties") or {}).get(name)) for branch in objects]
+        if all(tags) and len(set().union(*tags)) == sum(map(len, tags)):
+            return True
+    return False
+
+
+def _constants(schema: Any) -> frozenset[str]:
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    values = [schema["const"]] if "const" in schema else schema.get("enum") or ()
+    return frozenset(values) if all(isinstance(value, str) for value in values) else frozenset()
+
+
+def _target(root: Any, schema: Any) -> Any:
+    """Return what a schema's `$ref` into the same document leads to, or the schema itself."""
+    for _ in range(16):
+        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+            return schema
+        pointer = schema["$ref"]
+        if not pointer.startswith("#/"):
+            return None
+        schema = root
+        for part in unquote(pointer[2:]).split("/"):
+            schema = schema.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
+    return None
+
+
+def _at(where: str) -> str:
+    return f" at{where}" if where else ""
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else shown[:57] + "..."
