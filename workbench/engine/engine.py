@@ -174,13 +174,11 @@ class Engine:
         require_loaded(name, "adapter or mixture", [*self.adapters.names(), *self.mixtures])
         if in_use not in ("refuse", "wait"):
             raise UserError(f"in_use must be 'refuse' or 'wait', not {in_use!r}")
-        users = self._users(name)
-        if users and in_use == "refuse":
+        if in_use == "refuse" and (users := self._users(name)):
             ids = names([request.id for request in users])
             raise UserError(f"{name!r} is in use by requests {ids}; wait for them, cancel them, or say in_use='wait'")
-        while users:
-            self._step_until(users)
-            users = self._users(name)
+        while self._users(name):
+            self.step()
         if name in self.adapters:
             self.adapters.unload(name).raise_for_status()
         else:
@@ -374,14 +372,11 @@ class Engine:
     def _run(self, requests: Sequence[Request]) -> None:
         self._queue(requests)
         try:
-            self._step_until(requests)
+            while any(request.finish_reason is None for request in requests):
+                self.step()
         finally:
             for request in requests:
                 self.cancel(request)
-
-    def _step_until(self, requests: Sequence[Request]) -> None:
-        while any(request.finish_reason is None for request in requests):
-            self.step()
 
     def _users(self, name: str) -> list[Request]:
         return [r for r in self.scheduler.requests() if name in r.names or (r.mixture and r.mixture.name == name)]

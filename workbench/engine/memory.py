@@ -129,8 +129,7 @@ def memory_for(
     model: BaseModel, slots: SlotTable, config: EngineConfig, classify: Callable[[Request, Tensor], Tensor]
 ) -> Memory:
     """Return the KV memory of an engine, as large as its config says, or as the machine allows."""
-    probe = model.probe()
-    shape = probe.shape(model.hidden_size, model.dtype)
+    probe, shape = model.probe()
     most = 2 * config.max_requests * -(-model.max_len // BLOCK_TOKENS)
     given = _default_bytes(model.device) if config.kv_bytes is None else config.kv_bytes
     num_blocks = min(given // shape.block_bytes, most)
