@@ -11,8 +11,10 @@ from torch import Tensor
 
 from lora_kernels.checks import Cost, check_no_gradient, check_rows
 from lora_kernels.segments import MIN_TILE_ROWS, TILE_ROWS
-from lora_kernels.tiles import buffer_for, cut, div, expand_tile, power_of_2, shrink_tile, sum_splits
+from lora_kernels.tiles import buffer_for, cut, div, expand_tile, shrink_tile, sum_splits
 from lora_kernels.triton_support import jit, launch, runs_triton, tl
+
+FEW_ROWS = 64
 
 
 def mix_reference(y: Tensor, x: Tensor, a: Tensor, b: Tensor, owner: Tensor, weights: Tensor) -> Tensor:
@@ -56,7 +58,7 @@ def _shrink_kernel(
 @jit
 def _expand_kernel(
     y_ptr, b_ptr, h_ptr, y_stride, b_stride, h_stride, split_stride, num_rows, rank, num_splits, out_features,
-    BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_OUT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """y[t] += sum over k of h[t, k] B[k], for one tile of rows and one of outputs."""
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -64,7 +66,7 @@ def _expand_kernel(
     expand_tile(
         y_ptr + row * y_stride, rows < num_rows, h_ptr + row * h_stride, split_stride, num_splits,
         b_ptr, b_stride, rank, tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), out_features,
-        BLOCK_ROWS, BLOCK_RANK, BLOCK_OUT,
+        BLOCK_ROWS, BLOCK_RANK, BLOCK_OUT, SPLITS,
     )  # fmt: skip
 
 
@@ -105,7 +107,8 @@ def mix(y: Tensor, x: Tensor, a: Tensor, b: Tensor, owner: Tensor, weights: Tens
 
 def _launch(y: Tensor, x: Tensor, a: Tensor, b: Tensor, owner: Tensor, weights: Tensor) -> None:
     num_rows, rank = x.shape[0], a.shape[0]
-    tile_rows = min(TILE_ROWS, max(MIN_TILE_ROWS, power_of_2(num_rows)))
+    # few rows: more programs, which read the factors again from the L2 cache
+    tile_rows = MIN_TILE_ROWS if num_rows <= FEW_ROWS else TILE_ROWS
     num_tiles = div(num_rows, tile_rows)
     cuts = cut(num_tiles, tile_rows, rank, y, x)
     h = buffer_for(cuts.splits, num_rows, rank, x.device)

@@ -67,7 +67,7 @@ def _shrink_kernel(
 def _expand_kernel(
     y_ptr, b_ptr, tiles_ptr, spans_ptr, h_ptr,
     y_stride, b_stride, h_stride, split_stride, num_slots, num_splits, out_features,
-    BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_OUT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """y[t] += sum over k of h[t, k] B[k], for one tile of rows and one of outputs."""
     start, stop, first, rank = _tile_of(tl.program_id(0), tiles_ptr, spans_ptr, num_slots)
@@ -79,6 +79,7 @@ def _expand_kernel(
         y_ptr + row * y_stride, rows < stop, h_ptr + row * h_stride, split_stride, num_splits,
         b_ptr + first.to(tl.int64) * b_stride, b_stride, rank,
         tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), out_features, BLOCK_ROWS, BLOCK_RANK, BLOCK_OUT,
+        SPLITS,
     )  # fmt: skip
 
 

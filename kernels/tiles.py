@@ -1,7 +1,7 @@
 """tiles: what sgmv and mix share: products of a tile of rows with factors, and how the work is cut into programs.
 
     shrink   h[split, t, k] = sum of x[t, i] a[k, i] over the split's i        float32 partial sums
-    sum      h[0, t, k] = h[0, t, k] + h[1, t, k] + ...                        in that order, so a replay equals a run
+    sum      h[0, t, k] = h[0, t, k] + h[1, t, k] + ...                        in a fixed order: a replay equals a run
     expand   y[t] += sum over k of h[t, k] b[k]                                rounded to y's dtype once
 
 A shrink has few outputs and long sums: without splits a card of 132 multiprocessors would run a handful of programs.
@@ -17,12 +17,14 @@ from torch import Tensor
 from lora_kernels.triton_support import PROGRAMS, jit, launch, tl
 
 MAX_SPLITS = 32
-# partial sums that one program of the expand, and all of them together, read from the L2 cache about as fast as a
-# launch of its own would add them up once: a microsecond at 64 bytes a clock, or at 4 TB/s
-_PROGRAM_SUM_BYTES, _ALL_SUM_BYTES = 64 * 1024, 4 * 1024 * 1024
-# with fewer splits than this the shrink would take longer than the launch that adds more of them up
-_ENOUGH_SPLITS = 8
-_SUM_BLOCK = 1024
+# Splits are added up by the expand as it reads them, or by a launch of their own before it. The expand has up to 8
+# loads in flight at once, and what one of its programs, and all of them together, read so from the L2 cache takes at
+# most about what a launch does: a microsecond, at 64 bytes a clock of a multiprocessor and 4 TB/s of the card.
+_SPLITS_IN_FLIGHT, _PROGRAM_SUM_BYTES, _ALL_SUM_BYTES = 8, 64 * 1024, 4 * 1024 * 1024
+_IN_FLIGHT_TILE = 1024  # partial sums of a split: 8 of each thread
+# loop steps of a shrink that take as long as such a launch: with more, further splits are worth one
+_SHORT_LOOP = 8
+_SUM_BLOCK = 128  # 32 splits of it are 32 float32 of each of 128 threads, all loaded at once
 _ALIGN = 16  # elements; rows of h start where vector loads can
 
 
@@ -44,7 +46,7 @@ def shrink_tile(
 @jit
 def expand_tile(
     y_rows, row_mask, h_rows, split_stride, num_splits, b_first, b_stride, rank, column, out_features,
-    BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_OUT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Add h @ b to the columns of y's rows; b_first points to the first of `rank` rank rows."""
     delta = tl.zeros([BLOCK_ROWS, BLOCK_OUT], dtype=tl.float32)
@@ -53,9 +55,9 @@ def expand_tile(
         h_mask = row_mask[:, None] & (k < rank)[None, :]
         part = h_rows[:, None] + k[None, :]
         h = tl.load(part, h_mask, 0.0)
-        for _ in range(1, num_splits):
+        for split in tl.static_range(1, SPLITS):
             part += split_stride
-            h += tl.load(part, h_mask, 0.0)
+            h += tl.load(part, h_mask & (split < num_splits), 0.0)
         # int64: rank rows times the width of a layer pass 2^31 at 70k rows of 32k
         b_rows = b_first + k.to(tl.int64) * b_stride
         b = tl.load(b_rows[:, None] + column[None, :], (k < rank)[:, None] & (column < out_features)[None, :], 0.0)
@@ -67,16 +69,13 @@ def expand_tile(
 
 
 @jit
-def _sum_kernel(h_ptr, split_stride, num_splits, BLOCK: tl.constexpr):
+def _sum_kernel(h_ptr, split_stride, num_splits, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     """Leave the sum over splits in the first one; every program owns its elements."""
-    first = h_ptr + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK) < split_stride
-    total = tl.load(first, inside, 0.0)
-    part = first
-    for _ in range(1, num_splits):
-        part += split_stride
-        total += tl.load(part, inside, 0.0)
-    tl.store(first, total, inside)
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    split = tl.arange(0, SPLITS)
+    parts = h_ptr + split.to(tl.int64)[:, None] * split_stride + element[None, :]
+    total = tl.sum(tl.load(parts, (split < num_splits)[:, None] & (element < split_stride)[None, :], 0.0), axis=0)
+    tl.store(h_ptr + element, total, element < split_stride)
 
 
 class Cut(NamedTuple):
@@ -129,20 +128,30 @@ def cut(num_tiles: int, tile_rows: int, rank: int, y: Tensor, x: Tensor) -> Cut:
     expand_rank = block_rank if is_half else min(block_rank, 32)
     rank_tiles, out_tiles = div(rank, shrink_rank), div(out_features, block_out)
     splits, width = split(in_features, block_in, div(PROGRAMS // 2, num_tiles * rank_tiles))
-    in_place = _splits_in_place(num_tiles * out_tiles, min(tile_rows, x.shape[0]) * rank)
-    if splits > in_place >= _ENOUGH_SPLITS:
+    # larger tiles of partial sums, or an address for each of them, spill
+    fits = out_vectors and tile_rows * expand_rank <= _IN_FLIGHT_TILE
+    in_place = _splits_in_place(num_tiles * out_tiles, min(tile_rows, x.shape[0]) * rank) if fits else 1
+    if splits > in_place and div(in_features, block_in) <= _SHORT_LOOP * in_place:
         splits, width = split(in_features, block_in, in_place)
+    sum_first = splits > in_place
     return Cut(
-        splits, width, rank_tiles, out_tiles, splits > in_place,
+        splits, width, rank_tiles, out_tiles, sum_first,
         {"BLOCK_ROWS": tile_rows, "BLOCK_RANK": shrink_rank, "BLOCK_IN": block_in},
-        {"BLOCK_ROWS": tile_rows, "BLOCK_RANK": expand_rank, "BLOCK_OUT": block_out},
+        {"BLOCK_ROWS": tile_rows, "BLOCK_RANK": expand_rank, "BLOCK_OUT": block_out,
+         "SPLITS": _in_flight(1 if sum_first else splits)},
         {"num_warps": shrink_warps, "num_stages": 3}, {"num_warps": expand_warps, "num_stages": 2},
     )  # fmt: skip
 
 
 def _splits_in_place(num_programs: int, num_sums: int) -> int:
     """Return how many splits of `num_sums` float32 sums each of the expand's programs may add up by itself."""
-    return max(1, min(_PROGRAM_SUM_BYTES, _ALL_SUM_BYTES // num_programs) // (4 * num_sums))
+    by_bytes = min(_PROGRAM_SUM_BYTES, _ALL_SUM_BYTES // num_programs) // (4 * num_sums)
+    return max(1, min(by_bytes, _SPLITS_IN_FLIGHT))
+
+
+def _in_flight(splits: int) -> int:
+    # three kernels to compile instead of eight: a load that is masked off costs an instruction
+    return next(count for count in (1, 4, _SPLITS_IN_FLIGHT) if count >= splits)
 
 
 def split(in_features: int, block_in: int, wanted: int) -> tuple[int, int]:
@@ -160,7 +169,7 @@ def buffer_for(splits: int, num_rows: int, max_rank: int, device: torch.device) 
 def sum_splits(op: str, h: Tensor) -> None:
     """Leave the sum over splits in h[0]."""
     elements = h.stride(0)
-    grid, blocks = (div(elements, _SUM_BLOCK),), {"BLOCK": _SUM_BLOCK}
+    grid, blocks = (div(elements, _SUM_BLOCK),), {"BLOCK": _SUM_BLOCK, "SPLITS": power_of_2(len(h))}
     launch(f"{op}.sum", _sum_kernel, grid, (h, elements, len(h)), blocks, num_warps=4, num_stages=1)
 
 

@@ -54,27 +54,25 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held or self.cached)
     @rule(data=st.data())
     def hold(self, data):
-        block = data.draw(st.sampled_from(sorted({*self.held, *self.cached})))
+        block = data.draw(st.sampled_from(self.cached or sorted({*self.held})))
         self.pool.hold(block)
         self._held_again(block)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release(self, data):
-        block = data.draw(st.sampled_from(sorted(self.held)))
-        self.pool.release(block)
-        self.held.remove(block)
-        if block not in self.held and block in self.key_of:
-            self.cached.append(block)
+        self._release(data.draw(st.sampled_from(sorted(self.held))))
 
     @precondition(lambda self: any(self.held.count(b) == 1 and b not in self.key_of for b in self.held))
-    @rule(data=st.data(), key=st.sampled_from([b"a", b"b", b"c", b"d"]))
-    def publish(self, data, key):
+    @rule(data=st.data(), key=st.sampled_from([b"a", b"b", b"c", b"d"]), is_released=st.booleans())
+    def publish(self, data, key, is_released):
         own = [b for b in self.held if self.held.count(b) == 1 and b not in self.key_of]
         block = data.draw(st.sampled_from(own))
         self.pool.publish(block, key)
         if key not in self.key_of.values():
             self.key_of[block] = key
+        if is_released:
+            self._release(block)
 
     @rule(key=st.sampled_from([b"a", b"b", b"c", b"d"]))
     def find(self, key):
@@ -112,6 +110,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.clear()
         assert self.pool.num_free == self.size and not self.pool.num_cached and not self.pool._claims
         assert not any(self.pool._map), "an unused block is not marked so"
+
+    def _release(self, block: int):
+        self.pool.release(block)
+        self.held.remove(block)
+        if block not in self.held and block in self.key_of:
+            self.cached.append(block)
 
     def _held_again(self, block: int):
         if block in self.cached:
@@ -156,6 +160,18 @@ def test_room_claimed_by_one_stream_is_given_to_another_before_anything_is_refus
     first = [pool.take(None, 8)]
     others = [pool.take() for _ in range(7)]
     assert sorted(first + others) == list(range(8))
+
+
+def test_a_stream_starts_in_a_gap_that_holds_it():
+    pool = pool_of(12)
+    blocks = [pool.take() for _ in range(12)]
+    for block in (*blocks[1:3], *blocks[5:9]):
+        pool.release(block)
+    stream = []
+    for _ in range(4):
+        grow(pool, [stream], hint=4)
+    assert stream == [5, 6, 7, 8]
+    assert pool.take(None, 9) == 1, "no gap holds nine, and the next best is taken"
 
 
 def test_a_full_cache_gives_contiguous_room_to_a_new_stream():

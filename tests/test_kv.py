@@ -263,6 +263,15 @@ def test_extents_are_one_where_blocks_are_neighbours():
     assert second.extents(33, 33) == []
 
 
+@pytest.mark.parametrize(("hint", "pieces"), [(96, 1), (0, 6)])
+def test_streams_that_say_how_long_they_will_be_lie_in_one_piece(hint, pieces):
+    streams = [PagedStream(pool_of(40), None)]
+    streams += [PagedStream(streams[0].pool, None) for _ in range(2)]
+    for stop in range(16, 97, 16):
+        assert all(stream.reserve(stop, hint) for stream in streams)
+    assert [len(stream.extents(0, 96)) for stream in streams] == [pieces] * 3
+
+
 def test_a_stream_keeps_its_length_when_blocks_are_dropped():
     pool = pool_of(4)
     stream = written(pool, None, TOKENS)

@@ -6,7 +6,6 @@ that the grammar forces are not filled in without a forward; each is one of the 
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workbench.engine.grammar_tokens import Vocabulary, reason
 from workbench.engine.json_schema import compilable
 from workbench.engine.response_format import JSON_SCHEMA, KINDS, REGEX, ResponseFormat
 from workbench.errors import UserError
@@ -54,7 +54,7 @@ class GrammarCompiler:
         self._max_cached = max_cached
         self._waiting: set[Future[Grammar]] = set()
         self._lock, self._vocabulary_lock = threading.Lock(), threading.Lock()
-        self._vocabulary: _Vocabulary | None = None
+        self._vocabulary: Vocabulary | None = None
         self._closed = False
 
     def compile(self, wanted: ResponseFormat) -> Future[Grammar]:
@@ -93,16 +93,16 @@ class GrammarCompiler:
         except UserError as error:
             self._settle(future, error)
         except Exception as error:  # one format's failure is its own, whatever the library raises
-            self._settle(future, UserError(f"{_named(wanted)} cannot be compiled: {_reason(str(error))}"))
+            self._settle(future, UserError(f"{_named(wanted)} cannot be compiled: {reason(str(error))}"))
 
     def _settle(self, future: Future[Grammar], outcome: Grammar | UserError) -> None:
         self._waiting.discard(future)
         future.set_exception(outcome) if isinstance(outcome, UserError) else future.set_result(outcome)
 
-    def _words(self) -> _Vocabulary:
+    def _words(self) -> Vocabulary:
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                self._vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_ids)
+                self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, self._eos_ids)
             return self._vocabulary
 
 
@@ -113,14 +113,14 @@ class Grammar:
         format: what it was compiled from.
     """
 
-    def __init__(self, wanted: ResponseFormat, vocabulary: _Vocabulary):
+    def __init__(self, wanted: ResponseFormat, vocabulary: Vocabulary):
         self.format, self.vocabulary = wanted, vocabulary
         self._source = _source(wanted)
         self._template = _on_deep_stack(self._build)
         first = self._template.deep_copy()
         allowed = vocabulary.allowed(first)
-        if first.is_error():
-            raise UserError(f"{_named(wanted)} cannot be compiled: {_reason(first.get_error())}")
+        if allowed is None:
+            raise UserError(f"{_named(wanted)} cannot be compiled: {reason(first.get_error())}")
         if not allowed.any():
             raise UserError(f"{_named(wanted)} cannot be met: no text fits it")
 
@@ -142,7 +142,7 @@ class Grammar:
 
         built = LLMatcher(self.vocabulary.tokenizer, self._source, limits=LLParserLimits(**_LIMITS), log_level=0)
         if built.is_error():
-            raise UserError(f"{_named(self.format)} cannot be compiled: {_reason(built.get_error())}")
+            raise UserError(f"{_named(self.format)} cannot be compiled: {reason(built.get_error())}")
         return built
 
 
@@ -167,10 +167,7 @@ class Matcher:
     @property
     def is_finished(self) -> bool:
         """Whether nothing may follow but an end-of-sequence token."""
-        if self._has_ended:
-            return True
-        now = self._allowed()
-        return bool(now.any()) and not now[self._vocabulary.not_eos].any()
+        return self._has_ended or self._vocabulary.is_end(self._allowed())
 
     def mask(self, after: Sequence[int] = ()) -> Tensor | None:
         """Return which tokens may come next, bool `[vocab]`; do not write into it.
@@ -204,7 +201,7 @@ class Matcher:
             self._has_ended = True
             return
         if not self._inner.consume_token(token):
-            self._restart()
+            self._restart(is_worn=True)
             if not self._inner.consume_token(token):
                 raise self._broken()
         self._tokens.append(token)
@@ -213,11 +210,11 @@ class Matcher:
     def _allowed(self) -> np.ndarray:
         if self._now is None:
             allowed = self._vocabulary.allowed(self._inner)
-            if self._inner.is_error():
-                self._restart()
+            if allowed is None:
+                self._restart(is_worn=True)
                 allowed = self._vocabulary.allowed(self._inner)
-                if self._inner.is_error():
-                    raise self._broken()
+            if allowed is None:
+                raise self._broken()
             self._now = allowed
         return self._now
 
@@ -229,66 +226,14 @@ class Matcher:
         allowed = self._vocabulary.allowed(self._inner) if taken == len(draft) else None
         if self._inner.is_error() or not self._inner.rollback(taken):
             self._restart()
-            return None
         return allowed
 
-    def _restart(self) -> None:
-        self._inner = self._grammar.start(is_worn=True)
+    def _restart(self, is_worn: bool = False) -> None:
+        self._inner = self._grammar.start(is_worn)
         self._inner.consume_tokens(self._tokens)
 
     def _broken(self) -> GrammarError:
-        return GrammarError(f"{_named(self._grammar.format)} is too complex here: {_reason(self._inner.get_error())}")
-
-
-class _Vocabulary:
-    """What llguidance knows of the model's tokens, and what it does not: ids to spare, and what ends a text."""
-
-    def __init__(self, tokenizer: Any, size: int, eos_ids: Sequence[int]):
-        if tokenizer is None:
-            raise UserError("response_format needs the base's tokenizer, and this base has none")
-        if not getattr(tokenizer, "is_fast", False):
-            raise UserError(
-                "response_format needs a fast tokenizer (tokenizer.json), and this base's is "
-                f"{type(tokenizer).__name__}, a slow one"
-            )
-        ids = tokenizer.get_vocab().values()
-        self.size, self.eos_ids = size, frozenset(i for i in eos_ids if 0 <= i < size)
-        ends = sorted(self.eos_ids & set(ids))
-        if not ends:
-            raise UserError("response_format needs a base with an end-of-sequence token, and this one names none")
-        self.tokenizer = _load(tokenizer, max(size, max(ids) + 1), ends)
-        self._known = np.zeros(self.tokenizer.vocab_size, dtype=bool)
-        self._known[[*ids]] = True
-        self.not_eos = np.ones(size, dtype=bool)
-        self._eos = sorted(self.eos_ids)
-        self.not_eos[self._eos] = False
-
-    def allowed(self, inner: Any) -> np.ndarray:
-        """Return which tokens may come next, bool `[vocab]`; meaningless once `inner.is_error()`."""
-        packed = np.frombuffer(inner.compute_bitmask(), dtype=np.uint8)
-        bits = np.unpackbits(packed, count=len(self._known), bitorder="little").view(bool)
-        bits &= self._known
-        bits = bits[: self.size]
-        # llguidance allows an end in dead ends too, and never an id that the tokenizer lacks
-        bits[self._eos] = [inner.is_accepting() or (bits[token] and self._closes(inner, token)) for token in self._eos]
-        return bits
-
-    def _closes(self, inner: Any, token: int) -> bool:
-        """Whether the grammar itself names this token as its last."""
-        # a copy: neither try_consume_tokens nor rollback knows an end-of-sequence token
-        ahead = inner.deep_copy()
-        return ahead.consume_token(token) and ahead.is_accepting()
-
-
-def _load(tokenizer: Any, size: int, ends: list[int]) -> Any:
-    try:
-        from llguidance.hf import from_tokenizer
-    except ImportError:
-        raise UserError("response_format needs the package llguidance: pip install llguidance") from None
-    try:
-        return from_tokenizer(tokenizer, n_vocab=size, eos_token=ends)
-    except Exception as error:  # the library raises bare Exceptions for tokenizers that it cannot read
-        raise UserError(f"response_format does not work with this base's tokenizer: {_reason(str(error))}") from None
+        return GrammarError(f"{_named(self._grammar.format)} is too complex here: {reason(self._inner.get_error())}")
 
 
 def _source(wanted: ResponseFormat) -> str:
@@ -334,19 +279,3 @@ def _failed(message: str) -> Future[Any]:
 
 def _named(wanted: ResponseFormat) -> str:
     return f"response_format: the {KINDS[wanted.kind]}"
-
-
-def _reason(message: str) -> str:
-    """Return the line of a compiler's message that says what is wrong, without its drawing of where."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    line = next((line[7:] for line in lines if line.startswith("error: ")), lines[0] if lines else "no reason given")
-    if line.startswith("panic"):
-        return "it is larger than the compiler can hold"
-    if line.startswith("oneOf constraints"):
-        return (
-            "the branches of a oneOf may overlap; use anyOf, or require in every branch a property with a constant of "
-            "its own"
-        )
-    if placed := re.match(r"(?:at )?(\d+)\((\d+)\): (.*)", line):
-        line = f"{placed[3]} (line {placed[1]}, column {placed[2]})"
-    return line if len(line) <= 240 else line[:237] + "..."

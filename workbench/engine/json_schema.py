@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
+from reprlib import repr
 from typing import Any
 from urllib.parse import unquote
 
@@ -35,6 +37,8 @@ _TAKEN = frozenset([*_ONE_SCHEMA, *_SCHEMA_LISTS, *_SCHEMA_MAPS, *_VALUES, *_NOT
 # keywords that ask for nothing with this value
 _IDLE = {"uniqueItems": False, "nullable": False}
 _OPTIONS = "x-guidance"
+_MAX_DEPTH = 60  # the compiler reads 127 levels of JSON, of which a property takes two
+_MAX_REFERENCES = 1000  # the compiler recurses from one into the next
 _MAX_MULTIPLE = 100_000  # its automaton has a state per remainder: a million take eight seconds to build
 
 
@@ -44,7 +48,11 @@ def check_schema(schema: Any) -> None:
     Raises:
         UserError: a keyword that is unknown or not supported, with its place and the nearest known one.
     """
+    references = set()
     for where, node in _nodes(schema):
+        references.add(str(node.get("$ref")))
+        if len(references) > _MAX_REFERENCES:
+            raise UserError(f"response_format: the JSON schema refers to more than {_MAX_REFERENCES} of its parts")
         for key, value in node.items():
             if not isinstance(key, str):
                 raise UserError(f"response_format: a key of the JSON schema{where} must be text, not {key!r}")
@@ -67,19 +75,21 @@ def compilable(text: str) -> str:
 
 def _nodes(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place and the object of every schema within `schema`, itself first."""
-    waiting = [("", schema)]
+    waiting = [("", schema, 0)]
     while waiting:
-        where, node = waiting.pop()
+        where, node, depth = waiting.pop()
+        if depth > _MAX_DEPTH:
+            raise UserError(f"response_format: the JSON schema is nested more than {_MAX_DEPTH} deep")
         if isinstance(node, bool):
             continue
         if not isinstance(node, Mapping):
             raise UserError(
-                f"response_format: a JSON schema is an object, true or false, not {_short(node)}"
+                f"response_format: a JSON schema is an object, true or false, not {repr(node)}"
                 + (f" (at{where})" if where else "")
             )
         yield where, node
         # what is read last is popped first: places come in the order of the text
-        waiting += reversed([(f"{where or ' '}/{name}", part) for name, part in _parts(node, where)])
+        waiting += reversed([(f"{where or ' '}/{name}", part, depth + 1) for name, part in _parts(node, where)])
 
 
 def _parts(node: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
@@ -89,10 +99,10 @@ def _parts(node: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
         elif key in _ONE_SCHEMA:
             yield key, value
         elif key in _SCHEMA_LISTS:
-            raise UserError(f"response_format: {key!r}{_at(where)} must be a list of JSON schemas, not {_short(value)}")
+            raise UserError(f"response_format: {key!r}{_at(where)} must be a list of JSON schemas, not {repr(value)}")
         elif key in _SCHEMA_MAPS:
             if not isinstance(value, Mapping):
-                raise UserError(f"response_format: {key!r}{_at(where)} must be an object, not {_short(value)}")
+                raise UserError(f"response_format: {key!r}{_at(where)} must be an object, not {repr(value)}")
             yield from ((f"{key}/{name}", part) for name, part in value.items())
 
 
@@ -127,8 +137,8 @@ def _check_counts(where: str, node: Mapping[str, Any]) -> None:
 
 def _check_multiple(where: str, step: Any) -> None:
     if isinstance(step, (int, float)) and not isinstance(step, bool):
-        digits = "".join(c for c in f"{step:f}" if c.isdigit()).strip("0")
-        if digits and int(digits) > _MAX_MULTIPLE:
+        digits = Decimal(str(step)).normalize().as_tuple().digits
+        if int("".join(map(str, digits))) > _MAX_MULTIPLE:
             raise UserError(
                 f"response_format: 'multipleOf'{_at(where)} is {step}; steps of more than {_MAX_MULTIPLE} (decimal "
                 "point aside) are not supported"
@@ -176,7 +186,3 @@ def _target(root: Any, schema: Any) -> Any:
 def _at(where: str) -> str:
     return f" at{where}" if where else ""
 
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else shown[:57] + "..."

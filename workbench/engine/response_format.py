@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import repr
 from typing import Any
 
 from workbench.engine.json_schema import check_schema
@@ -15,6 +16,7 @@ JSON_SCHEMA, REGEX, LARK = "json_schema", "regex", "lark"
 KINDS = {JSON_SCHEMA: "JSON schema", REGEX: "regular expression", LARK: "Lark grammar"}
 ANY_OBJECT = {"type": "object"}
 MAX_CHARS = 1 << 18  # a larger one is no hand-made format, and would hold up every other one's compilation
+MAX_RULES = 1000  # the compiler recurses from rule to rule, and takes minutes to report an error 5,000 rules deep
 
 _TYPES = ("text", "json_object", "json_schema", "regex", "lark", "grammar")
 # per type, the keys that may carry its content; several are names for one thing
@@ -26,6 +28,7 @@ _OPENAI_KEYS = ("name", "description", "schema", "strict")
 _SCHEMA_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 # attributes of a Lark rule that are not the grammar's: `temperature` would be ignored, `stop` hides text that was
 # generated, and `max_tokens` counts drafts that were taken back
+_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_][\w-]*[ \t]*(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 _FOREIGN = re.compile(r"^[ \t]*[?!]?[\w-]+[ \t]*\[[^:\n]*?\b(temperature|max_tokens|stop)[ \t]*=", re.MULTILINE)
 
 
@@ -64,7 +67,7 @@ class ResponseFormat:
         if not isinstance(given, Mapping):
             raise UserError(
                 f"response_format must be a dict such as {{'type': 'json_object'}}, a pydantic model or None, not "
-                f"{_short(given)}"
+                f"{repr(given)}"
             )
         kind, content = _content(given)
         if kind == "text":
@@ -84,7 +87,7 @@ class ResponseFormat:
         schema = _schema(given)
         check_schema(schema)
         if needs_object and isinstance(schema, Mapping) and "type" in schema:
-            types = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+            types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
             if "object" not in types:
                 raise UserError(
                     f"response_format of type 'json_object' has a schema of type {schema['type']!r}; use type "
@@ -92,22 +95,25 @@ class ResponseFormat:
                 )
         try:
             text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f"response_format: the JSON schema is no JSON: {error}") from None
         return cls(JSON_SCHEMA, _checked(JSON_SCHEMA, text))
 
     @classmethod
     def _of_text(cls, kind: str, given: Any) -> ResponseFormat:
         if not isinstance(given, str) or not given:
-            raise UserError(f"response_format: a {KINDS[kind]} is non-empty text, not {_short(given)}")
+            raise UserError(f"response_format: a {KINDS[kind]} is non-empty text, not {repr(given)}")
+        _checked(kind, given)
         if kind == LARK:
+            if (count := len(_RULE.findall(given))) > MAX_RULES:
+                raise UserError(f"response_format: the Lark grammar has {count} rules; at most {MAX_RULES} are read")
             if found := _FOREIGN.search(given):
                 raise UserError(
                     f"response_format: the rule attribute {found[1]!r} of the Lark grammar is not supported; settings "
                     "of the request do this" + (", or 'suffix' and 'lazy'" if found[1] == "stop" else "")
                 )
             _check_inline_schemas(given)
-        return cls(kind, _checked(kind, given))
+        return cls(kind, given)
 
 
 def check_endable(wanted: ResponseFormat | None, ignore_eos: bool) -> None:
@@ -144,12 +150,12 @@ def _content(given: Mapping[str, Any]) -> tuple[str, Any]:
 
 def _openai_schema(given: Any) -> Any:
     if not isinstance(given, Mapping):
-        raise UserError(f"response_format: 'json_schema' must be a dict with 'name' and 'schema', not {_short(given)}")
+        raise UserError(f"response_format: 'json_schema' must be a dict with 'name' and 'schema', not {repr(given)}")
     _require_known(given, _OPENAI_KEYS, "'json_schema'")
     for key, kind in (("name", str), ("description", str), ("strict", bool)):
         if not isinstance(given.get(key), (kind, type(None))):
             said = "text" if kind is str else "true or false"
-            raise UserError(f"response_format: {key!r} of 'json_schema' must be {said}, not {_short(given[key])}")
+            raise UserError(f"response_format: {key!r} of 'json_schema' must be {said}, not {repr(given[key])}")
     if "schema" not in given:
         raise UserError("response_format: 'json_schema' needs 'schema'")
     return given["schema"]
@@ -202,8 +208,3 @@ def _require_known(given: Mapping[Any, Any], known: tuple[str, ...], what: str) 
 
 def _is_model(given: Any) -> bool:
     return isinstance(given, type) and callable(getattr(given, "model_json_schema", None))
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
