@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from byte_engine import MODEL, SPEC, TOLERANCE, assert_idle, engine_on, finish, shelf  # noqa: F401 - fixtures
-from models import Adapter, MixtureSpec, Probe, byte_ids, by_definition
+from models import Adapter, MixtureSpec, Probe, by_definition, byte_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:the mixture was made for base")
 PROMPT = "the same forty-eight letters, then something else"[:48]
@@ -127,7 +127,8 @@ def test_a_rejected_draft_is_in_no_block(engine):
     fresh_logits, _ = by_definition(MODEL, SPEC, [*ids, *found.token_ids])
     expected = torch.log_softmax(fresh_logits[len(ids) - 1 :], -1)
     assert found.cached_tokens == 32
-    assert found.logprobs == pytest.approx([expected[i, t].item() for i, t in enumerate(found.token_ids)], abs=TOLERANCE)
+    wanted = [expected[i, token].item() for i, token in enumerate(found.token_ids)]
+    assert found.logprobs == pytest.approx(wanted, abs=TOLERANCE)
 
 
 def test_turned_off_it_finds_nothing(folders):

@@ -26,9 +26,9 @@ class EngineConfig:
     `max_rows_per_step` is the token budget of one forward; `row_padding` pads every forward to a multiple of that many
     rows (0 = off), for tests that compare bitwise; `max_len` is the longest sequence in tokens, None = the model's own;
     `drafting` runs the scaling row of the likely next token in advance, which saves forwards and changes no result.
-    `kv_bytes` is the size of the KV pool in bytes (None = a quarter of the memory that is free, at most 4 GiB on a CPU);
-    `prefix_cache` lets requests share the KV of equal beginnings; `adapter_weights` gives adapters and mixtures, by name,
-    a larger or smaller share than 1 while requests queue.
+    `kv_bytes` is the size of the KV pool in bytes (None = a quarter of the memory, at most 4 GiB on a CPU);
+    `prefix_cache` lets requests share the KV of equal beginnings; `adapter_weights` gives adapters and mixtures, by
+    name, a larger or smaller share than 1 while requests queue.
     """
 
     base: str = "demo"

@@ -47,7 +47,8 @@ class Scheduler:
 
     def __init__(
         self, memory: Memory, max_rows: int, max_requests: int, row_padding: int = 0, reference_attention: bool = False,
-        admit: Callable[[Request], bool] = lambda request: True, vacate: Callable[[Request], None] = lambda request: None,
+        admit: Callable[[Request], bool] = lambda request: True,
+        vacate: Callable[[Request], None] = lambda request: None,
         weights: Mapping[str, float] | None = None,
     ):
         self._admit, self._vacate, self.memory = admit, vacate, memory
