@@ -65,7 +65,8 @@ def test_a_recomputed_request_replays_the_scalings_it_used(shelf):
         if request.finish_reason is None:
             engine.scheduler.preempt(request)
             assert engine.memory.pool.num_referenced == 0
-            engine.classifier = lambda hidden, batch, used=request.num_scaled: spoiled(classify(hidden, batch), batch, used)
+            used = request.num_scaled
+            engine.classifier = lambda hidden, batch, used=used: spoiled(classify(hidden, batch), batch, used)
         while request.finish_reason is None:
             engine.step()
         engine.classifier = classify
@@ -103,7 +104,7 @@ def test_random_arrivals_in_a_small_pool_leave_nothing_and_change_nothing(shelf,
 
 def test_a_request_that_no_pool_could_hold_is_refused_with_the_sizes(shelf):
     engine = tight(shelf, 4)
-    with pytest.raises(UserError, match="90 tokens, but the KV pool of .* holds 64; lower max_tokens or raise kv_bytes"):
+    with pytest.raises(UserError, match="90 tokens, but the KV pool of .* holds 64; lower max_tokens or raise"):
         engine.enqueue(random_ids(60), max_tokens=30)
     with pytest.raises(UserError, match="holds 32 twice"):
         engine.enqueue(random_ids(30), max_tokens=10, mixture="mix")
