@@ -53,9 +53,9 @@ class Outcome:
     request: Any
 
 
-def write_shelf(folder: Path) -> Path:
-    """Write a base ("tiny"), its adapters and its mixtures, and return the folder."""
-    model = tiny_model("mistral")
+def write_shelf(folder: Path, kind: str = "mistral") -> Path:
+    """Write a base ("tiny"; a mistral has a sliding window), its adapters and its mixtures, and return the folder."""
+    model = tiny_model(kind)
     save_base(model, folder / "tiny")
     for name, adapter in ADAPTERS.items():
         adapter.write(folder / name, model)
@@ -83,7 +83,7 @@ def run(engine: Engine, jobs: list[Job], record: bool = True, forced: dict | Non
     try:
         for i, job in enumerate(jobs):
             options = {"seed": 7, "max_tokens": job.max_tokens, "ignore_eos": True, **job.who, **job.sampling}
-            requests.append(engine.submit(job.prompt, request_id=f"job-{i}", **options))
+            requests.append(engine.enqueue(job.prompt, request_id=f"job-{i}", **options))
         for steps in range(1000):
             for request, job in zip(requests, jobs, strict=True):
                 if job.cancel_after == steps:

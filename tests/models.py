@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from workbench.engine import Engine
 from workbench.engine.batch import ADAPTED
+from workbench.engine.request import Answer
 from workbench.ordering import lora_sites
 
 VOCAB = 97
@@ -319,14 +320,17 @@ class Probe:
         return hidden
 
     def _watch_choose(self, logits, batch):
-        for row, span in zip(logits, batch.logit_spans, strict=True):
-            self.logits[span.plan.request.id, span.plan.kind, span.plan.stop - 1] = row.clone()
-        chosen = self._inner_choose(logits, batch)
-        for request, kind in chosen:
-            if kind == ADAPTED and request.id in self._forced:
+        rows = iter(logits)
+        for span in batch.logit_spans:
+            plan = span.plan
+            for position in range(plan.stop - plan.num_logits, plan.stop):
+                self.logits[plan.request.id, plan.kind, position] = next(rows).clone()
+        answers = self._inner_choose(logits, batch)
+        for (request, kind), said in answers.items():
+            if kind == ADAPTED and request.id in self._forced and said[-1].choice is not None:
                 token = self._forced[request.id][len(request.generated)]
-                chosen[request, kind] = [(token, chosen[request, kind][0][1])]
-        return chosen
+                said[-1] = Answer(said[-1].choice._replace(token=token))
+        return answers
 
 
 def byte_tokenizer(folder: Path) -> Path:

@@ -19,8 +19,8 @@ def run(engine: Engine, names, ids=IDS) -> dict[str, torch.Tensor]:
     """Return name -> logits `[token, vocab]` of each (None is the base): all in one batch, decoded and whole."""
     probe = Probe(engine, forced={f"{name}": ids[PROMPT:] for name in names})
     for name in names:
-        engine.submit(ids[:PROMPT], request_id=f"{name}", adapter=name, max_tokens=len(ids) - PROMPT, ignore_eos=True)
-        engine.submit(ids, request_id=f"{name} whole", adapter=name, max_tokens=1, ignore_eos=True)
+        engine.enqueue(ids[:PROMPT], request_id=f"{name}", adapter=name, max_tokens=len(ids) - PROMPT, ignore_eos=True)
+        engine.enqueue(ids, request_id=f"{name} whole", adapter=name, max_tokens=1, ignore_eos=True)
     while engine.scheduler.has_work():
         engine.step()
     probe.close()

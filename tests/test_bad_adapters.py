@@ -59,7 +59,7 @@ def finish(engine: Engine, request) -> list[int]:
 @pytest.mark.parametrize("name", ZOO)
 def test_a_bad_adapter_is_refused_and_nothing_else_notices(zoo, engine, alone, name, tmp_path):
     """Loaded while a request runs; then mended, and loaded again under the same name."""
-    running = engine.submit(PROMPT, adapter="good", **OPTIONS)
+    running = engine.enqueue(PROMPT, adapter="good", **OPTIONS)
     steps(engine, 3)
     before = engine.adapters.to_frame()
     answer = engine.adapters.load(zoo[name], "bad")
@@ -70,7 +70,7 @@ def test_a_bad_adapter_is_refused_and_nothing_else_notices(zoo, engine, alone, n
     steps(engine, 3)
     mended = GOOD.write(tmp_path / "mended", MODEL)
     assert engine.adapters.load(mended, "bad").ok
-    assert finish(engine, engine.submit(PROMPT, adapter="bad", **OPTIONS)) == alone
+    assert finish(engine, engine.enqueue(PROMPT, adapter="bad", **OPTIONS)) == alone
     assert finish(engine, running) == alone
     assert engine.adapters.unload("bad").ok
 
@@ -152,7 +152,7 @@ def failing(monkeypatch):
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 def test_a_disk_that_fails_may_be_asked_again(engine, alone, failing, name, tmp_path):
     folder = GOOD.write(tmp_path / "later", MODEL)
-    running = engine.submit(PROMPT, adapter="good", **OPTIONS)
+    running = engine.enqueue(PROMPT, adapter="good", **OPTIONS)
     engine.step()
     failing[name] = errno.EIO
     answer = engine.adapters.load(folder)
@@ -196,7 +196,7 @@ def test_a_file_overwritten_in_place_changes_no_adapter_that_is_loaded(engine, a
     with (folder / WEIGHTS).open("r+b") as file:
         file.write(b"\xff" * size)
         file.truncate(size // 2)
-    assert finish(engine, engine.submit(PROMPT, adapter="live", **OPTIONS)) == alone
+    assert finish(engine, engine.enqueue(PROMPT, adapter="live", **OPTIONS)) == alone
     assert engine.adapters.unload("live").ok
 
 
@@ -216,7 +216,7 @@ def test_a_file_overwritten_in_place_changes_no_adapter_that_is_loaded(engine, a
 def test_a_hub_that_refuses(fake, engine, alone, status, wanted, says, tmp_path):  # noqa: F811
     fake.add("org/adapter", GOOD.write(tmp_path / "adapter", MODEL))
     fake.status["org/adapter"] = status
-    running = engine.submit(PROMPT, adapter="good", **OPTIONS)
+    running = engine.enqueue(PROMPT, adapter="good", **OPTIONS)
     engine.step()
     answer = engine.adapters.load("org/adapter", token=TOKEN)
     assert answer.status is wanted
@@ -224,7 +224,7 @@ def test_a_hub_that_refuses(fake, engine, alone, status, wanted, says, tmp_path)
     fake.status.clear()
     assert engine.adapters.load("org/adapter", token=TOKEN).ok
     assert TOKEN not in repr(engine.adapters.entries())
-    assert finish(engine, engine.submit(PROMPT, adapter="adapter", **OPTIONS)) == alone
+    assert finish(engine, engine.enqueue(PROMPT, adapter="adapter", **OPTIONS)) == alone
     assert finish(engine, running) == alone
     assert engine.adapters.unload("adapter").ok
 

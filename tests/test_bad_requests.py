@@ -49,7 +49,7 @@ def engine(tmp_path_factory) -> Engine:
 )
 def test_a_prompt_that_does_not_fit_is_refused(engine, prompt, message):
     with pytest.raises(UserError, match=message):
-        engine.submit(prompt, max_tokens=3)
+        engine.enqueue(prompt, max_tokens=3)
     assert not engine.scheduler.has_work()
 
 
@@ -81,17 +81,17 @@ def test_the_longest_prompt_that_fits_runs(engine):
 )
 def test_options_that_do_not_fit_are_refused(engine, options, message):
     with pytest.raises(UserError, match=message):
-        engine.submit([5, 6], **{"max_tokens": 3, **options})
+        engine.enqueue([5, 6], **{"max_tokens": 3, **options})
     assert not engine.scheduler.has_work()
 
 
 def test_a_running_requests_id_is_taken_and_free_again_afterwards(engine):
-    request = engine.submit([5], request_id="mine", max_tokens=2, ignore_eos=True)
+    request = engine.enqueue([5], request_id="mine", max_tokens=2, ignore_eos=True)
     with pytest.raises(UserError, match="request id 'mine' is taken by a request that is still running"):
-        engine.submit([5], request_id="mine", max_tokens=2)
+        engine.enqueue([5], request_id="mine", max_tokens=2)
     while request.finish_reason is None:
         engine.step()
-    engine.cancel(engine.submit([5], request_id="mine", max_tokens=2))
+    engine.cancel(engine.enqueue([5], request_id="mine", max_tokens=2))
 
 
 def test_a_base_without_tokenizer_runs_token_ids_only(tmp_path):

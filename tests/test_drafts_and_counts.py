@@ -44,12 +44,12 @@ def shelf(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def bitwise(shelf) -> Engine:
-    return engine_on(shelf, **BITWISE)
+    return engine_on(shelf, prefix_cache=False, **BITWISE)
 
 
 @pytest.fixture(scope="module")
 def plain(shelf) -> Engine:
-    return engine_on(shelf, drafting=False, **BITWISE)
+    return engine_on(shelf, drafting=False, prefix_cache=False, **BITWISE)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "top-k", "everything"])

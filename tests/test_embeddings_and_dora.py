@@ -115,7 +115,7 @@ def test_mixtures_of_embedding_adapters_equal_peft(kind, tmp_path):
     engine.load_mixture(tmp_path / "m", "m")
     assert engine.mixtures["m"].sites[0] == "model.embed_tokens" and len(engine.mixtures["m"].sites) == 3
     probe = Probe(engine)
-    engine.submit(IDS, request_id="m", mixture="m", max_tokens=1)
+    engine.enqueue(IDS, request_id="m", mixture="m", max_tokens=1)
     while engine.scheduler.has_work():
         engine.step()
     with torch.no_grad():
@@ -124,7 +124,7 @@ def test_mixtures_of_embedding_adapters_equal_peft(kind, tmp_path):
     padded = Engine(tmp_path / "tiny", row_padding=32)
     padded.load_mixture(tmp_path / "m", "m")
     probe = Probe(padded)
-    padded.submit(IDS, request_id="m", mixture="m", max_tokens=1)
+    padded.enqueue(IDS, request_id="m", mixture="m", max_tokens=1)
     while padded.scheduler.has_work():
         padded.step()
     assert difference(probe.logits["m", "adapted", len(IDS) - 1], expected) < TOLERANCE
@@ -142,7 +142,7 @@ def watch(engine: Engine, names, order) -> dict:
     """Return (name, position) -> hidden row of base requests and adapters submitted in `order`."""
     probe = Probe(engine, forced={f"{name}": IDS[PROMPT:] for name in names})
     for name in order:
-        engine.submit(IDS[:PROMPT], request_id=f"{name}", adapter=name, max_tokens=6, ignore_eos=True)
+        engine.enqueue(IDS[:PROMPT], request_id=f"{name}", adapter=name, max_tokens=6, ignore_eos=True)
     while engine.scheduler.has_work():
         engine.step()
     probe.close()

@@ -69,11 +69,11 @@ def test_log_probabilities_are_those_of_the_chosen_tokens(engine):
 
 def test_the_end_token_ends_and_is_not_text(engine):
     Probe(engine, forced={"mine": [*byte_ids("ab"), 1, *byte_ids("cd")]})
-    request = engine.submit("x", request_id="mine", max_tokens=5)
+    request = engine.enqueue("x", request_id="mine", max_tokens=5)
     finish(engine, request)
     assert (request.finish_reason, request.output.text) == ("stop", "ab")
     assert request.generated == [*byte_ids("ab"), 1]
-    request = engine.submit("x", request_id="mine", max_tokens=5, ignore_eos=True)
+    request = engine.enqueue("x", request_id="mine", max_tokens=5, ignore_eos=True)
     finish(engine, request)
     assert (request.finish_reason, request.output.text) == ("length", "abcd")
 
@@ -85,7 +85,7 @@ def test_in_half_precision_a_mixture_is_near_float32_and_its_scalings_are_float3
     for each in (engine, half):
         Probe(each, forced={"mine": byte_ids(" world")})
         with each.record() as recorder:
-            request = each.submit("hello", request_id="mine", mixture="mix", max_tokens=6, ignore_eos=True)
+            request = each.enqueue("hello", request_id="mine", mixture="mix", max_tokens=6, ignore_eos=True)
             finish(each, request)
         traces.append(recorder.trace())
     exact, rough = (trace.values[:-1] for trace in traces)
@@ -143,7 +143,7 @@ def test_what_is_held_back_when_the_tokens_end_is_text(engine):
 
 
 def test_leaving_a_stream_early_cancels_and_frees(engine):
-    other = engine.submit("other", max_tokens=4, ignore_eos=True, mixture="mix")
+    other = engine.enqueue("other", max_tokens=4, ignore_eos=True, mixture="mix")
     for _ in engine.stream("hello", request_id="left", max_tokens=50, ignore_eos=True, mixture="mix"):
         break
     assert [request.id for request in engine.scheduler.requests()] == [other.id]

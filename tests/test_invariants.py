@@ -95,7 +95,7 @@ def jobs_of_any_sort(draw) -> Job:
 @given(jobs=st.lists(jobs_of_any_sort(), min_size=1, max_size=6))
 def test_any_mix_of_requests_gives_each_what_it_gets_alone(bitwise, jobs):
     together = run(bitwise, jobs)
-    assert not bitwise.scheduler.has_work() and bitwise.stats()["kv_bytes"] == 0, "a finished request left something"
+    assert not bitwise.scheduler.has_work() and bitwise.counters()["kv_bytes"] == 0, "a finished request left something"
     for job, outcome in zip(jobs, together, strict=True):
         whole = Job(job.prompt, job.who, job.sampling, job.max_tokens)
         alone = _ALONE.setdefault(repr(whole), None) or run(bitwise, [whole])[0]
@@ -115,7 +115,7 @@ def test_two_engines_do_not_see_each_other(shelf):
     job = Job(random_ids(6, 1), {"adapter": "python"})
     alone = [run(engine, [job])[0] for engine in (first, second)]
     requests = [
-        engine.submit(job.prompt, adapter="python", max_tokens=4, ignore_eos=True) for engine in (first, second)
+        engine.enqueue(job.prompt, adapter="python", max_tokens=4, ignore_eos=True) for engine in (first, second)
     ]
     while any(request.finish_reason is None for request in requests):
         for engine in (first, second):
@@ -187,7 +187,7 @@ def test_uniform_scalings_equal_the_mean_of_the_deltas(shelf, tmp_path):
 
 
 def test_scalings_sum_to_one_before_top_k_and_top_k_only_drops(shelf):
-    engine = engine_on(shelf, loaded=False)
+    engine = engine_on(shelf, loaded=False, prefix_cache=False)
     engine.load_mixture(shelf / "mix", "all")
     engine.load_mixture(shelf / "mix", "two", settings={"top_k_lora": 2})
     prompts = [random_ids(n, n) for n in (1, 6, 30)]
@@ -258,7 +258,7 @@ def test_loading_and_unloading_leaves_other_rows_untouched(shelf):
             Job(random_ids(4, 4), {"adapter": "python"})]  # fmt: skip
     engine = engine_on(shelf, **BITWISE)
     before = run(engine, jobs)
-    mine = [engine.submit(j.prompt, max_tokens=4, ignore_eos=True, **j.who) for j in jobs[:3]]
+    mine = [engine.enqueue(j.prompt, max_tokens=4, ignore_eos=True, **j.who) for j in jobs[:3]]
     engine.step()
     engine.unload("german")
     engine.step()
@@ -278,7 +278,7 @@ def test_loading_and_unloading_leaves_other_rows_untouched(shelf):
 
 def test_an_adapter_in_use_is_not_unloaded(shelf):
     engine = engine_on(shelf)
-    request = engine.submit(random_ids(4), mixture="mix", request_id="mine", max_tokens=3, ignore_eos=True)
+    request = engine.enqueue(random_ids(4), mixture="mix", request_id="mine", max_tokens=3, ignore_eos=True)
     with pytest.raises(UserError, match="'mix' is in use by requests 'mine'"):
         engine.unload("mix")
     while request.finish_reason is None:

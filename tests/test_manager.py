@@ -43,7 +43,7 @@ def tier(engine, name: str) -> str:
 
 
 def submit(engine, name: str | None, prompt: int = 0, **options):
-    return engine.submit(PROMPTS[prompt], adapter=name, **{**OPTIONS, **options})
+    return engine.enqueue(PROMPTS[prompt], adapter=name, **{**OPTIONS, **options})
 
 
 # slots

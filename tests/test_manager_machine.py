@@ -85,7 +85,7 @@ class Manager(RuleBasedStateMachine):
     @rule(name=st.none() | names, prompt=prompts)
     def submit(self, name, prompt):
         try:
-            request = self.engine.submit(PROMPTS[prompt], adapter=name, **OPTIONS)
+            request = self.engine.enqueue(PROMPTS[prompt], adapter=name, **OPTIONS)
         except UserError as error:
             assert name is not None and (name not in self.loaded or name in self.leaving), error
             return

@@ -39,7 +39,7 @@ def slow(monkeypatch, *names: str):
 
 
 def submit(engine, name: str | None, prompt: int = 0, **options):
-    return engine.submit(PROMPTS[prompt], adapter=name, **{**OPTIONS, **options})
+    return engine.enqueue(PROMPTS[prompt], adapter=name, **{**OPTIONS, **options})
 
 
 def until(condition) -> None:
@@ -58,7 +58,7 @@ def test_a_request_whose_adapter_is_being_read_waits_and_the_others_do_not(monke
         waiting = [submit(engine, "a0") for _ in range(6)]
         for _ in range(20):
             assert finish(engine, submit(engine, "a1"), submit(engine, None, 1)) == [alone(1), alone(None, 1)]
-        assert engine.num_steps > 100 and not any(request.generated for request in waiting)
+        assert engine.counters()["steps"] > 100 and not any(request.generated for request in waiting)
         assert engine.adapters.to_frame().set_index("name").loc["a0", "tier"] == "loading"
         go_on.set()
         assert finish(engine, *waiting) == [alone(0)] * 6
@@ -75,7 +75,7 @@ def test_nothing_to_run_but_a_read_costs_no_forwards(monkeypatch):
             engine.step()
         assert time.process_time() - used < 0.25, "it spins"
         go_on.set()
-        assert finish(engine, request) == [alone(0)] and engine.num_steps == len(request.generated)
+        assert finish(engine, request) == [alone(0)] and engine.counters()["steps"] == len(request.generated)
 
 
 def test_a_read_that_fails_fails_its_request_alone_and_can_be_tried_again(tmp_path):
@@ -230,9 +230,9 @@ def test_a_loop_of_steps_lets_other_threads_in():
 
     def pin_often():
         for _ in range(20):
-            before = engine.num_steps
+            before = engine.counters()["steps"]
             engine.adapters.pin("a1")
-            steps_waited.append(engine.num_steps - before)
+            steps_waited.append(engine.counters()["steps"] - before)
             engine.adapters.unpin("a1")
 
     thread = threading.Thread(target=pin_often)

@@ -142,7 +142,7 @@ def test_a_merge_and_an_adapter_exclude_each_other(shelf):
 
 def test_an_adapter_of_a_running_merge_is_not_unloaded(shelf):
     engine = engine_on(shelf)
-    request = engine.submit(random_ids(3), merged_adapters={"ids": ["a", "b"]}, request_id="mine", **GREEDY)
+    request = engine.enqueue(random_ids(3), merged_adapters={"ids": ["a", "b"]}, request_id="mine", **GREEDY)
     engine.step()
     with pytest.raises(UserError, match="'b' is in use by requests 'mine'"):
         engine.unload("b")

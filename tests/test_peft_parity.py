@@ -133,8 +133,8 @@ def decode_and_prefill(engine: Engine, **who):
     probe = Probe(engine, forced={"decode": IDS[PROMPT:]})
     recording = engine.record("scalings")
     with recording:
-        engine.submit(IDS[:PROMPT], request_id="decode", max_tokens=len(IDS) - PROMPT, ignore_eos=True, **who)
-        engine.submit(IDS, request_id="prefill", max_tokens=1, **who)
+        engine.enqueue(IDS[:PROMPT], request_id="decode", max_tokens=len(IDS) - PROMPT, ignore_eos=True, **who)
+        engine.enqueue(IDS, request_id="prefill", max_tokens=1, **who)
         while engine.scheduler.has_work():
             engine.step()
     decoded = probe.decoded("decode", PROMPT - 1, len(IDS) - PROMPT)
@@ -226,7 +226,7 @@ def test_single_adapters_in_one_batch_equal_peft(kind, tmp_path):
         engine.load_adapter(adapter.write(tmp_path / name, tiny_model(kind)))
     probe = Probe(engine, forced=dict.fromkeys([*adapters, "base"], IDS[PROMPT:]))
     for name in [*adapters, "base"]:
-        engine.submit(IDS[:PROMPT], request_id=name, adapter=name if name != "base" else None,
+        engine.enqueue(IDS[:PROMPT], request_id=name, adapter=name if name != "base" else None,
                       max_tokens=len(IDS) - PROMPT, ignore_eos=True)  # fmt: skip
     while engine.scheduler.has_work():
         engine.step()

@@ -188,7 +188,7 @@ def engine_on(model: nn.Module, folder, monkeypatch) -> Engine:
     """Return an engine that runs `model` itself."""
     from transformers import AttentionInterface
 
-    from workbench.engine.attention import NAME, packed_attention
+    from workbench.engine.paged_attention import NAME, packed_attention
 
     def load(path, name, dtype, device, max_len, *_, **__):
         AttentionInterface.register(NAME, packed_attention)

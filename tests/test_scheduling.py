@@ -38,8 +38,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:the mixture was made for base")
 
 def test_a_cancelled_request_keeps_what_it_has_and_frees_the_rest(engine):
     recorder = engine.record("scalings")
-    request = engine.submit("hello", mixture="mix", max_tokens=50, ignore_eos=True, request_id="mine")
-    queued = engine.submit("never ran", mixture="mix", request_id="queued", max_tokens=5)
+    request = engine.enqueue("hello", mixture="mix", max_tokens=50, ignore_eos=True, request_id="mine")
+    queued = engine.enqueue("never ran", mixture="mix", request_id="queued", max_tokens=5)
     engine.cancel(queued)
     while len(request.generated) < 3:
         engine.step()
@@ -99,7 +99,7 @@ def test_a_draft_that_breaks_does_not_fail_the_request(shelf, tmp_path):
         engine = Engine(save_base(model, tmp_path / "tiny"), drafting=drafting)
         engine.load_mixture(shelf / "mix", "mix")
         probe = Probe(engine, forced={"mine": byte_ids("abcd")})
-        request = engine.submit(prompt, request_id="mine", mixture="mix", max_tokens=4, ignore_eos=True)
+        request = engine.enqueue(prompt, request_id="mine", mixture="mix", max_tokens=4, ignore_eos=True)
         finish(engine, request)
         assert request.finish_reason == "length"
         results.append(probe.decoded("mine", 1, 4))
@@ -139,7 +139,7 @@ def test_an_interrupt_in_a_step_leaves_every_request_as_it_was(shelf, monkeypatc
     engine = engine_on(shelf, **settings)
     jobs = [("hello", {}), ("world, how are you", {"adapter": "a"}), ("again", {"mixture": "mix"})]
     whole = [engine.generate(text, max_tokens=5, ignore_eos=True, **who) for text, who in jobs]
-    requests = [engine.submit(text, max_tokens=5, ignore_eos=True, **who) for text, who in jobs]
+    requests = [engine.enqueue(text, max_tokens=5, ignore_eos=True, **who) for text, who in jobs]
     for _ in range(4):
         interrupt_once(monkeypatch, where, engine)
         with pytest.raises(Interrupted):
@@ -155,7 +155,7 @@ def test_an_interrupt_in_a_step_leaves_every_request_as_it_was(shelf, monkeypatc
 @pytest.mark.parametrize("where", PLACES)
 def test_an_interrupt_of_generate_leaves_the_engine_usable(engine, monkeypatch, where):
     wanted = engine.generate("hello", mixture="mix", max_tokens=4)
-    waiting = engine.submit("mine", max_tokens=3, ignore_eos=True)
+    waiting = engine.enqueue("mine", max_tokens=3, ignore_eos=True)
     interrupt_once(monkeypatch, where, engine)
     with pytest.raises(Interrupted):
         engine.generate(["hello", "world"], mixture="mix", max_tokens=4)
@@ -175,7 +175,7 @@ def test_every_request_ends_with_the_same_result_under_any_budget(shelf, engine,
             ("short", {"adapter": "a"}), ("k", {"mixture": "mix", "tgt_non_granular_index": 1})]  # fmt: skip
     tight = engine_on(shelf, **options)
     probe = Probe(tight)
-    requests = [tight.submit(text, max_tokens=6, ignore_eos=True, **who) for text, who in jobs]
+    requests = [tight.enqueue(text, max_tokens=6, ignore_eos=True, **who) for text, who in jobs]
     finish(tight, *requests)
     for (text, who), request in zip(jobs, requests, strict=True):
         assert tuple(request.generated) == engine.generate(text, max_tokens=6, ignore_eos=True, **who).token_ids
@@ -200,9 +200,9 @@ def test_equal_requests_of_a_mixture_with_one_site_run_together(shelf, tmp_path,
 
 def test_decoding_goes_on_while_a_long_prompt_is_read(shelf):
     engine = engine_on(shelf, max_rows_per_step=8)
-    short = engine.submit("ab", max_tokens=10, ignore_eos=True)
+    short = engine.enqueue("ab", max_tokens=10, ignore_eos=True)
     engine.step()
-    engine.submit("x" * 100, max_tokens=1, request_id="long")
+    engine.enqueue("x" * 100, max_tokens=1, request_id="long")
     for count in range(2, 11):
         engine.step()
         assert len(short.generated) == count
@@ -210,7 +210,7 @@ def test_decoding_goes_on_while_a_long_prompt_is_read(shelf):
 
 def test_requests_take_turns_when_the_budget_does_not_reach_everyone(shelf):
     engine = engine_on(shelf)
-    requests = [engine.submit("x", max_tokens=12, ignore_eos=True) for _ in range(5)]
+    requests = [engine.enqueue("x", max_tokens=12, ignore_eos=True) for _ in range(5)]
     engine.step()
     engine.scheduler.max_rows = 2  # all five are decoding now
     while all(request.finish_reason is None for request in requests):
@@ -222,8 +222,8 @@ def test_requests_take_turns_when_the_budget_does_not_reach_everyone(shelf):
 def test_a_request_cancelled_while_its_rows_run_gets_no_token_of_that_step(engine):
     """Whoever reads a stream may cancel another request from there."""
     victim = None
-    first = engine.submit("x", max_tokens=6, ignore_eos=True, on_text=lambda _: engine.cancel(victim))
-    victim = engine.submit("y", max_tokens=6, ignore_eos=True, mixture="mix", request_id="victim")
+    first = engine.enqueue("x", max_tokens=6, ignore_eos=True, on_text=lambda _: engine.cancel(victim))
+    victim = engine.enqueue("y", max_tokens=6, ignore_eos=True, mixture="mix", request_id="victim")
     with engine.record() as recorder:
         while first.output.text == "" and first.finish_reason is None:
             engine.step()
@@ -231,17 +231,17 @@ def test_a_request_cancelled_while_its_rows_run_gets_no_token_of_that_step(engin
     said = len(victim.generated)
     finish(engine, first)
     assert len(victim.generated) == said and recorder.trace("victim").num_tokens == 1 + said
-    assert sum(stream.num_bytes for request in (first, victim) for stream in request.streams.values()) == 0
+    assert sum(stream.num_blocks for request in (first, victim) for stream in request.streams.values()) == 0
 
 
 def test_the_scaling_stream_is_freed_when_its_scalings_are_frozen(engine):
-    request = engine.submit("hello", mixture="mix", tgt_non_granular_index=2, max_tokens=8, ignore_eos=True)
+    request = engine.enqueue("hello", mixture="mix", tgt_non_granular_index=2, max_tokens=8, ignore_eos=True)
     while len(request.generated) < 1:
         engine.step()
-    assert request.streams[SCALING].num_bytes > 0
+    assert request.streams[SCALING].num_blocks > 0
     while len(request.generated) < 4:
         engine.step()
-    assert request.streams[SCALING].num_bytes == 0 < request.streams[ADAPTED].num_bytes
+    assert SCALING not in request.streams and request.streams[ADAPTED].num_blocks > 0
     finish(engine, request)
 
 

@@ -65,7 +65,7 @@ def test_a_continuation_nobody_would_choose_is_scored_by_the_model(shelf):
 def test_scoring_beside_generating_changes_neither(shelf):
     engine = engine_on(shelf)
     alone = engine.generate(random_ids(4), mixture="mix", max_tokens=6, ignore_eos=True)
-    request = engine.submit(random_ids(4), mixture="mix", max_tokens=6, ignore_eos=True)
+    request = engine.enqueue(random_ids(4), mixture="mix", max_tokens=6, ignore_eos=True)
     engine.step()
     scored = engine.score(random_ids(9, 3), random_ids(4, 4), mixture="mix")
     while request.finish_reason is None:

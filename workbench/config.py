@@ -26,6 +26,9 @@ class EngineConfig:
     `max_rows_per_step` is the token budget of one forward; `row_padding` pads every forward to a multiple of that many
     rows (0 = off), for tests that compare bitwise; `max_len` is the longest sequence in tokens, None = the model's own;
     `drafting` runs the scaling row of the likely next token in advance, which saves forwards and changes no result.
+    `kv_bytes` is the size of the KV pool in bytes (None = a quarter of the memory, at most 4 GiB on a CPU);
+    `prefix_cache` lets requests share the KV of equal beginnings; `adapter_weights` gives adapters and mixtures, by
+    name, a larger or smaller share than 1 while requests queue.
     """
 
     base: str = "demo"
@@ -42,6 +45,9 @@ class EngineConfig:
     trust_remote_code: bool = False
     seed: int = 0
     drafting: bool = True
+    kv_bytes: int | None = None
+    prefix_cache: bool = True
+    adapter_weights: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_types(self, "engine")
@@ -58,6 +64,11 @@ class EngineConfig:
         require_range("engine", "seed", self.seed, 0, 2**63 - 1)
         if self.max_len is not None:
             require_range("engine", "max_len", self.max_len, 1)
+        if self.kv_bytes is not None:
+            require_range("engine", "kv_bytes", self.kv_bytes, 1)
+        for name, weight in self.adapter_weights.items():
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+                raise UserError(f"engine: 'adapter_weights' gives {name!r} {weight!r}, expected a number above 0")
 
     def change(self, **settings: typing.Any) -> EngineConfig:
         """Return a copy with some settings changed; an unknown one is a UserError."""

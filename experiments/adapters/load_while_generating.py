@@ -104,7 +104,7 @@ def main() -> None:
         engine = Engine(Path(root) / "base", lora=LoRAConfig(max_num_loras=4))
         engine.load_adapter(first, pinned=True)
         prompts = [[2 + number, 3, 4, 5] for number in range(4)]
-        requests = [engine.submit(p, adapter="first", max_tokens=3000, **OPTIONS) for p in prompts]
+        requests = [engine.enqueue(p, adapter="first", max_tokens=3000, **OPTIONS) for p in prompts]
         quiet, busy, slow = [], [], []
         generate(engine, requests, lambda: len(quiet) == 300, quiet)
         answers, ended = {}, {}
@@ -120,7 +120,7 @@ def main() -> None:
         ended["others"] = time.perf_counter()
         if SLOW in engine.adapters:
             sys.exit("the slow adapter was not slow: no figures")
-        probe = engine.submit(prompts[0], adapter="adapter-19", max_tokens=3, **OPTIONS)
+        probe = engine.enqueue(prompts[0], adapter="adapter-19", max_tokens=3, **OPTIONS)
         generate(engine, requests, lambda: "all" in ended, slow)
         loader.join()
         if probe.finish_reason != "length" or not all(answer.ok for answer in answers.values()):

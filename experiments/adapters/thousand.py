@@ -96,7 +96,7 @@ def play(engine: Engine, given: list[tuple[str, list[int]]]) -> Round:
     started, used = time.perf_counter(), time.process_time()
     while len(all_requests) < len(given) or live:
         while len(live) < CONCURRENCY and (each := next(todo, None)):
-            live.append(engine.submit(each[1], adapter=each[0], **OPTIONS))
+            live.append(engine.enqueue(each[1], adapter=each[0], **OPTIONS))
             all_requests.append(live[-1])
             came[live[-1]] = len(done.steps_s)
         step_began = time.perf_counter()

@@ -16,9 +16,11 @@ from torch import Tensor
 from lora_kernels.segments import BASE_SLOT, segments
 from workbench.adapters.linear import EVERY_SITE, MixtureSegment, RowWeights
 from workbench.adapters.merge import constant_weights
+from workbench.engine.attention_plan import AttentionPlan, attention_plan
 
 if TYPE_CHECKING:
-    from workbench.engine.kv import Stream
+    from workbench.engine.blocks import BlockPool
+    from workbench.engine.paged import PagedStream
     from workbench.engine.request import Request
 
 SCALING, ADAPTED = "scaling", "adapted"
@@ -50,7 +52,7 @@ class SpanPlan:
         return self.first + len(self.token_ids)
 
     @property
-    def stream(self) -> Stream:
+    def stream(self) -> PagedStream:
         """The KV sequence these rows extend."""
         return self.request.streams[self.kind]
 
@@ -72,7 +74,7 @@ class StepBatch:
         token_ids, positions: int64 `[row]`.
         spans: which rows are whose; rows after the last span are padding.
         weights: every row's weights over adapter slots.
-        reference_attention: attend row by row, so that a row's numbers do not depend on its neighbours.
+        attention: where the rows' keys and values go, and what each row sees.
         row_padding: pad every other product (classifier, logits) to this many rows too; 0 is off.
     """
 
@@ -80,13 +82,18 @@ class StepBatch:
     positions: Tensor
     spans: tuple[RowSpan, ...]
     weights: RowWeights
-    reference_attention: bool = False
+    attention: AttentionPlan
     row_padding: int = 0
 
     @property
     def num_rows(self) -> int:
         """Rows, padding included."""
         return len(self.token_ids)
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Whose rows these are, each once."""
+        return tuple(dict.fromkeys(span.plan.request for span in self.spans))
 
     @property
     def logit_spans(self) -> tuple[RowSpan, ...]:
@@ -104,9 +111,17 @@ class StepBatch:
 
 
 def build_batch(
-    plans: Iterable[SpanPlan], device: torch.device, row_padding: int = 0, reference_attention: bool = False
+    plans: Iterable[SpanPlan], pool: BlockPool, row_padding: int = 0, reference_attention: bool = False
 ) -> StepBatch:
-    """Place plans in one forward; rows of one slot, and rows of one mixture, end up side by side."""
+    """Place plans in one forward; rows of one slot, and rows of one mixture, end up side by side.
+
+    Args:
+        plans: their streams have blocks for their rows.
+        pool: the streams'.
+        row_padding: pad to a multiple of this many rows; 0 is off.
+        reference_attention: attend row by row, so that a row's numbers do not depend on its neighbours.
+    """
+    device = pool.device
     placed: list[RowSpan] = []
     token_ids: list[int] = []
     positions: list[int] = []
@@ -123,7 +138,7 @@ def build_batch(
         torch.tensor(positions, dtype=torch.int64, device=device),
         tuple(placed),
         _row_weights(placed, len(token_ids), device, bool(row_padding)),
-        reference_attention,
+        attention_plan(placed, pool, reference_attention, device),
         row_padding,
     )
 

@@ -1,52 +1,59 @@
 """Engine: one base model, its adapters and mixtures, and the requests that run on them together.
 
 `step` is the whole architecture: which rows run, one forward, the classifier on scaling rows, the next tokens, the
-commit. Everything a step changes, it changes in the commit.
+commit. Everything a step changes, it changes in the commit. Whoever waits for a result steps; requests that nobody
+waits for are stepped by a thread of the engine's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.adapters.manager import LoRAManager
-from workbench.adapters.merge import MergedAdapters
-from workbench.adapters.merging import check_merge, load_merged, merged_of
-from workbench.adapters.model import LoRAModel
-from workbench.adapters.slots import SlotTable
 from workbench.adapters.types import LoRAConfig, split_spec
 from workbench.config import EngineConfig
 from workbench.engine.base import BaseInfo
-from workbench.engine.batch import SCALING, StepBatch
+from workbench.engine.batch import StepBatch
+from workbench.engine.driver import Driver
+from workbench.engine.grammar import GrammarCompiler
+from workbench.engine.handle import Handle
 from workbench.engine.hf import BaseModel
-from workbench.engine.options import per_prompt, policy_of, require_loaded, require_one, sampling_of
-from workbench.engine.outcome import choose_tokens, classify
+from workbench.engine.interrupts import held_interrupts
+from workbench.engine.library import Library
+from workbench.engine.memory import memory_for
+from workbench.engine.meters import Meters
+from workbench.engine.options import batch_of, require_loaded, split_options
+from workbench.engine.outcome import choose_tokens, classify, classify_rows
 from workbench.engine.request import Request
-from workbench.engine.result import Completion, TraceLabels, completion_of, failed, trace_of
-from workbench.engine.sampling import Sampling
-from workbench.engine.scheduler import Scheduler
+from workbench.engine.result import Completion, TraceLabels, best_of, completion_of, failed, trace_of
+from workbench.engine.scheduler import Scheduler, reason_of
 from workbench.engine.sources import base_setting, check_adapter, named_base, read_mixture, read_ordering
-from workbench.engine.text import Detokenizer
+from workbench.engine.submission import Submissions
 from workbench.errors import UserError, names
 from workbench.instrument.recorder import Recorder
 from workbench.ordering import Ordering
-from workbench.xlora import Mixture, ReusePolicy
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _READ_WAIT_S = 0.05  # how long a step without rows waits for an adapter to be read
+_IDLE_S = 0.001  # and for anything else: a grammar, another thread
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Engine:
-    """Runs base, single-adapter and X-LoRA requests of one base model in one batch.
+    """Runs base, single-adapter, merged and X-LoRA requests of one base model in one batch; safe to use from threads.
 
     Args:
         base: "demo", a folder, or a Hub id.
         lora: how adapters are held: slots, ranks, bytes; its `lora_paths` are loaded at once.
         config: every setting; keyword `options` override it.
         info: a base already looked at (`BaseInfo.read`), instead of `base`, `config` and `options`.
+        model: weights already loaded, for `info`'s base.
         **options: fields of `EngineConfig`, for instance `dtype="bfloat16"`.
 
     Raises:
@@ -55,29 +62,32 @@ class Engine:
 
     def __init__(
         self, base: str | Path | None = None, *, config: EngineConfig | None = None, info: BaseInfo | None = None,
-        lora: LoRAConfig | None = None, **options: Any,
+        model: BaseModel | None = None, lora: LoRAConfig | None = None, **options: Any,
     ):
         if info is None:
             info = BaseInfo.read((config or EngineConfig()).change(**base_setting(base), **options))
         self.config = cfg = info.config
-        self.base_id, self.prompts, self.eos_ids = info.label, info.prompts, info.eos_ids
-        self.tokenizer = info.prompts.tokenizer
+        self.base_id, self.prompts, self.tokenizer = info.label, info.prompts, info.prompts.tokenizer
         self.device = torch.device(cfg.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.model = BaseModel.load(
+        self.model = model or BaseModel.load(
             info.folder, info.label, _DTYPES[cfg.dtype], self.device, cfg.max_len, cfg.trust_remote_code,
             packed=not cfg.row_padding,
         )
-        self.slots = SlotTable(self.model.dtype, self.device)
-        self.adapters = LoRAManager(self.slots, self.model.targets, self.base_id, lora or LoRAConfig(), self._wrap)
-        self.mixtures: dict[str, Mixture] = {}
+        self.library = Library(self.model, self.base_id, lora or LoRAConfig())
+        self.slots, self.adapters, self.mixtures = self.library.slots, self.library.adapters, self.library.mixtures
+        self.memory = memory_for(
+            self.model, self.slots, cfg, lambda request, rows: classify_rows(request, rows, cfg.row_padding)
+        )
         self.scheduler = Scheduler(
-            cfg.max_rows_per_step, cfg.max_requests, self.device, cfg.row_padding, cfg.attention == "reference",
-            self._admit,
+            self.memory, cfg.max_rows_per_step, cfg.max_requests, cfg.row_padding, cfg.attention == "reference",
+            self._admit, self.library.end_lease, cfg.adapter_weights,
         )
         self.classifier, self.sampler = classify, choose_tokens
-        self.num_steps = self.num_rows = self.num_scaling_rows = 0
+        self.grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, info.eos_ids)
+        self.submissions = Submissions(info, self.library, self.memory, self.grammars)
+        self.meters = Meters()
         self._recorders: list[Recorder] = []
-        self._num_requests = 0
+        self._driver, self._is_closed = Driver(self), False
         for answer in self.adapters.load_all(self.adapters.config.sources()).values():
             answer.raise_for_status()
 
@@ -113,8 +123,8 @@ class Engine:
         for entry in given.preload_adapters if given is not None else ():
             check_adapter(entry["adapter_model_id"], entry["name"], targets, info.label, where)
         engine = cls(info=info, lora=lora)
-        engine._install(read)
-        engine._preload(given)
+        engine.library.install(read, engine.device)
+        engine.library.preload(given)
         return engine
 
     def load_adapter(self, source: str | Path, name: str | None = None, *, pinned: bool = False, **where: Any) -> str:
@@ -128,9 +138,7 @@ class Engine:
         """
         if name is None:
             name, source = split_spec(str(source))
-        if name in self.mixtures:
-            raise UserError(f"{name!r} is a mixture that is loaded; load the adapter under another name")
-        self.adapters.load(source, name, pinned=pinned, **where).raise_for_status()
+        self.library.load(source, name, pinned, **where)
         return name
 
     def load_mixture(
@@ -151,32 +159,33 @@ class Engine:
         mixture = read_mixture(
             source, name, self.model.targets, self.base_id, self.model.hidden_size, given, settings, where
         )
-        self._check_new(mixture.name)
-        self._install(mixture)
-        self._preload(given)
+        self.library.check_new(mixture.name)
+        self.library.install(mixture, self.device)
+        self.library.preload(given)
         return mixture.name
 
-    def unload(self, name: str) -> None:
-        """Unload an adapter or mixture that no unfinished request uses."""
+    def unload(self, name: str, *, in_use: str = "refuse") -> None:
+        """Unload an adapter or mixture.
+
+        Args:
+            name: which.
+            in_use: what to do when unfinished requests use it: "refuse", or "wait" for them to end.
+        """
         require_loaded(name, "adapter or mixture", [*self.adapters.names(), *self.mixtures])
-        users = [r.id for r in self.scheduler.requests() if name in r.names or (r.mixture and r.mixture.name == name)]
-        if users:
-            raise UserError(f"{name!r} is in use by requests {names(users)}; wait for them or cancel them first")
+        if in_use not in ("refuse", "wait"):
+            raise UserError(f"in_use must be 'refuse' or 'wait', not {in_use!r}")
+        if in_use == "refuse" and (users := self._users(name)):
+            ids = names([request.id for request in users])
+            raise UserError(f"{name!r} is in use by requests {ids}; wait for them, cancel them, or say in_use='wait'")
+        while self._users(name):
+            self.step()
         if name in self.adapters:
             self.adapters.unload(name).raise_for_status()
-            return
-        with self.adapters.turn:
-            for slot in self.mixtures.pop(name).slots:
-                self.slots.drop(slot)
+        else:
+            self.library.remove_mixture(name)
 
-    def submit(
-        self, prompt: Any, *, adapter: str | None = None, mixture: str | None = None,
-        merged_adapters: MergedAdapters | Mapping[str, Any] | None = None,
-        tgt_non_granular_index: int | None = None, policy: ReusePolicy | None = None,
-        sampling: Sampling | None = None, on_text: Callable[[str], None] | None = None,
-        request_id: str | None = None, continuation: Any = None, **options: Any,
-    ) -> Request:
-        """Queue a request; `step` until its `finish_reason` is set.
+    def submit(self, prompt: Any, **options: Any) -> Handle:
+        """Start a request and return its handle at once; the engine's own thread runs it.
 
         Args:
             prompt: text, token ids, or chat messages (dicts with role and content).
@@ -185,72 +194,77 @@ class Engine:
             merged_adapters: run with these adapters merged: `{"ids": [...], "weights": [...], "merge_strategy": ...}`.
             tgt_non_granular_index: compute scalings for the prompt and the first k generated tokens, then reuse.
             policy: any other reuse policy.
-            sampling: how tokens are chosen; keyword `options` override its fields.
+            sampling: how tokens are chosen; keyword `options` that are fields of `Sampling` override it.
+            response_format: what the text must match: `{"type": "json_schema", "schema": {...}}`, a regex, a grammar.
             on_text: called with each piece of text.
             request_id: a name of your own; "req-1", "req-2", ... otherwise.
             continuation: text or token ids to score instead of generating.
+            distributions: with `continuation`, keep every log-probability, not just the given tokens'.
+            priority: lower runs earlier.
+            deadline_s: seconds from now after which it ends, finished or not.
 
         Raises:
-            UserError: a prompt, name or setting that does not fit.
+            UserError: a prompt, name or setting that does not fit, or an engine that is closed.
         """
-        sampling, merged = sampling_of(sampling, options), merged_of(merged_adapters)
-        chosen = policy_of(tgt_non_granular_index, policy, mixture)
-        require_one(adapter=adapter, mixture=mixture, merged_adapters=merged and merged.ids)
-        require_loaded(adapter, "adapter", self.adapters)
-        require_loaded(mixture, "mixture", self.mixtures)
-        if merged is not None:
-            check_merge(self.adapters, merged)
-        given = () if continuation is None else self.prompts.continuation(continuation)
-        ids = self.prompts.encode(prompt, len(given) or sampling.max_tokens)
-        if merged is not None and not merged.is_constant_row:
-            adapter, merged = load_merged(self.adapters, merged), None
-        request_id = self._new_id(request_id)
-        seed = sampling.seed if sampling.seed is not None else self.config.seed * 1_000_003 + self._num_requests
-        request = Request(
-            id=request_id, prompt_ids=tuple(ids), sampling=sampling, seed=seed,
-            detokenizer=Detokenizer(self.tokenizer, skip_special=True), eos_ids=self.eos_ids,
-            adapter=adapter, merged=merged,
-            mixture=self.mixtures[mixture] if mixture is not None else None,
-            policy=chosen, drafting=self.config.drafting and not given, on_text=on_text, continuation=tuple(given),
-        )
-        request.tickets = tuple(self.adapters.enter(name) for name in request.names)
-        self.scheduler.add(request)
+        sampling, options = split_options(options)
+        if sampling.num_answers > 1:
+            raise UserError("n and best_of make several requests of one: ask generate for them, or submit each")
+        request = self.submissions.make(prompt, sampling=sampling, **options)
+        handle = Handle(self, request)
+        self._queue([request])
+        self._driver.wake()
+        return handle
+
+    def enqueue(self, prompt: Any, **options: Any) -> Request:
+        """Queue a request for whoever steps next, without waking the engine's thread; arguments as for `submit`."""
+        sampling, options = split_options(options)
+        request = self.submissions.make(prompt, sampling=sampling, **options)
+        self._queue([request])
         return request
 
     def generate(self, prompts: Any, **options: Any) -> Completion | list[Completion]:
         """Generate to the end: one `Completion` for one prompt, a list for a list of prompts.
 
-        Takes the arguments of `submit`; `adapter`, `mixture`, `merged_adapters`, `tgt_non_granular_index`, `policy` and
-        `seed` may be lists with one entry per prompt. In a list, a prompt that cannot run gives a `Completion` with its
-        `error` and the others run; what is wrong with all of them alike is raised.
+        Takes the arguments of `submit`; `adapter`, `mixture`, `merged_adapters`, `tgt_non_granular_index`, `policy`,
+        `response_format` and `seed` may be lists with one entry per prompt. In a list, a prompt that cannot run gives a
+        `Completion` with its `error` and the others run; what is wrong with all of them alike is raised. With `n`
+        above 1, a `Completion` is the likeliest of `n`, all of them in its `choices`.
         """
-        if not self.prompts.is_batch(prompts):
-            return self._run([self.submit(prompts, **options)])[0]
-        each = per_prompt(options, len(prompts))
-        requests: list[Request | Completion] = []
-        for prompt, own in zip(prompts, each, strict=True):
+        is_batch = self.prompts.is_batch(prompts)
+        made: list[list[Request] | Completion] = []
+        for prompt, own in batch_of(prompts if is_batch else [prompts], options):
             try:
-                requests.append(self.submit(prompt, **own))
+                sampling, own = split_options(own)
+                made.append(self.submissions.copies(prompt, sampling, own))
             except UserError as error:
-                requests.append(failed(self._new_id(None), str(error)))
-        errors = {r.error for r in requests if isinstance(r, Completion)}
-        if len(errors) == 1 and all(isinstance(r, Completion) for r in requests):
+                if not is_batch:
+                    raise
+                made.append(failed(self.submissions.claim()[0], str(error)))
+                self.submissions.ended(made[-1].request_id)
+        errors = {each.error for each in made if isinstance(each, Completion)}
+        if len(errors) == 1 and all(isinstance(each, Completion) for each in made):
             raise UserError(errors.pop())
-        done = iter(self._run([r for r in requests if isinstance(r, Request)]))
-        return [next(done) if isinstance(r, Request) else r for r in requests]
+        self._run([request for each in made if not isinstance(each, Completion) for request in each])
+        done = [each if isinstance(each, Completion) else best_of(each) for each in made]
+        return done if is_batch else done[0]
 
-    def score(self, prompt: Any, continuation: Any, **options: Any) -> Completion:
-        """Return the log-probabilities of a given continuation, as if it had been generated, reuse policy included.
+    def score(self, prompts: Any, continuations: Any, **options: Any) -> Completion | list[Completion]:
+        """Return the log-probabilities of given continuations, as if they had been generated, reuse policy included.
 
         Args:
-            prompt: as for `submit`.
-            continuation: text (encoded without special tokens) or token ids, at least one token.
-            **options: `adapter`, `mixture`, `merged_adapters`, `tgt_non_granular_index` or `policy`.
+            prompts: one or a list, as for `generate`.
+            continuations: text (encoded without special tokens) or token ids, at least one token; one per prompt.
+            **options: `adapter`, `mixture`, `merged_adapters`, `tgt_non_granular_index` or `policy`, `top_logprobs`,
+                and `distributions=True` for every log-probability of each token.
 
         Returns:
-            a `Completion` whose `logprobs` are those of the continuation's tokens (natural log).
+            `Completion`s whose `logprobs` are those of the continuations' tokens (natural log).
         """
-        return self._run([self.submit(prompt, continuation=continuation, **options)])[0]
+        if not self.prompts.is_batch(prompts):
+            return self.generate(prompts, continuation=continuations, **options)
+        if not isinstance(continuations, Sequence) or isinstance(continuations, str):
+            raise UserError(f"{len(prompts)} prompts need a list of as many continuations, not {continuations!r}")
+        return self.generate(prompts, continuation=list(continuations), **options)
 
     def stream(self, prompt: Any, **options: Any) -> Iterator[str]:
         """Yield pieces of text as they become certain; the generator returns the `Completion`.
@@ -258,12 +272,13 @@ class Engine:
         Takes the arguments of `submit`. Leaving the loop early cancels the request.
         """
         pieces: list[str] = []
-        request = self.submit(prompt, on_text=pieces.append, **options)
+        request = self.enqueue(prompt, on_text=pieces.append, **options)
         try:
             while request.finish_reason is None:
                 self.step()
                 while pieces:
                     yield pieces.pop(0)
+            yield from pieces
         finally:
             self.cancel(request)
         return completion_of(request)
@@ -276,124 +291,109 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """End a request now; no error if it has ended."""
-        if request.finish_reason is None:
-            request.finish("cancelled")
-            self._finished(self.scheduler.sweep())
+        with self.adapters.turn, held_interrupts():
+            if request.finish_reason is None:
+                self.scheduler.end(request, "cancelled")
+                self._finished(self.scheduler.sweep())
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Run one forward and return the requests that finished in it; nothing to run is no error."""
+        """Run one forward and return the requests that finished in it; nothing to run is no error.
+
+        An exception in it fails the request it belongs to; the others go on.
+        """
         if not self.scheduler.has_work():
             return []
         with self.adapters.turn:  # slots change between steps only
-            batch = self.scheduler.next_batch()
+            with held_interrupts():
+                batch = self.scheduler.next_batch()
             if batch.spans:
-                hidden = self.model.hidden(batch)
-                scalings = self.classifier(hidden, batch)
-                chosen = self.sampler(self.model.logits(hidden, batch), batch)
-                finished = self.scheduler.commit(batch, chosen, scalings)
-                self._count(batch)
-                return self._finished(finished)
+                return self._forward(batch)
             # everyone waits for an adapter to be read, or has failed to get one
             finished = self._finished(self.scheduler.sweep())
         if not finished:
             self.adapters.wait(_READ_WAIT_S)
+            time.sleep(_IDLE_S)
         return finished
 
-    def counters(self) -> dict[str, int]:
-        """Return counts since the engine was made: steps (one forward each), rows, scaling rows, requests, KV bytes."""
-        kv_bytes = sum(stream.num_bytes for r in self.scheduler.requests() for stream in r.streams.values())
-        return {
-            "steps": self.num_steps, "forwards": self.num_steps, "rows": self.num_rows,
-            "scaling_rows": self.num_scaling_rows, "requests": self._num_requests, "kv_bytes": kv_bytes,
-        }
+    def _forward(self, batch: StepBatch) -> list[Request]:
+        self.meters.begin()
+        try:
+            hidden = self.model.hidden(batch)
+            batch.attention.keep_hidden(hidden)
+            scalings = self.classifier(hidden, batch)
+            answers = self.sampler(self.model.logits(hidden, batch), batch)
+        except Exception as error:
+            self.meters.failed()
+            with held_interrupts():
+                return self._finished(self.scheduler.failed(batch, reason_of(error)))
+        with held_interrupts():
+            finished = self._finished(self.scheduler.commit(batch, answers, scalings))
+            self.meters.end(batch)
+            for request in batch.requests:
+                if request.finish_reason is None and request.on_progress is not None:
+                    request.on_progress(request)
+            return finished
 
-    def _run(self, requests: Sequence[Request]) -> list[Completion]:
+    def counters(self) -> dict[str, float]:
+        """Return everything counted since the engine was made, as plain numbers; `stats` explains them."""
+        return self.meters.counters(self)
+
+    def stats(self) -> pd.DataFrame:
+        """Return the counters as a table: name, value, unit and meaning."""
+        return self.meters.to_frame(self)
+
+    def close(self) -> None:
+        """Cancel what runs, end the engine's threads and drop its KV; no error if it is closed."""
+        self._is_closed = True
+        self._driver.close()
+        with self.adapters.turn:
+            for request in list(self.scheduler.requests()):
+                self.cancel(request)
+            self.memory.pool.clear()
+        self.grammars.close()
+        self.adapters.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _queue(self, requests: Sequence[Request]) -> None:
+        if self._is_closed:
+            for request in requests:
+                request.finish("cancelled")
+                self.library.leave(request)
+                self.submissions.ended(request.id)
+            raise UserError("this engine is closed; make a new one")
+        self.scheduler.add(requests)
+
+    def _run(self, requests: Sequence[Request]) -> None:
+        self._queue(requests)
         try:
             while any(request.finish_reason is None for request in requests):
                 self.step()
         finally:
             for request in requests:
                 self.cancel(request)
-        return [completion_of(request) for request in requests]
 
-    def _count(self, batch: StepBatch) -> None:
-        self.num_steps += 1
-        self.num_rows += sum(span.stop - span.start for span in batch.spans)
-        self.num_scaling_rows += sum(span.stop - span.start for span in batch.spans_of(SCALING))
+    def _users(self, name: str) -> list[Request]:
+        return [r for r in self.scheduler.requests() if name in r.names or (r.mixture and r.mixture.name == name)]
 
     def _finished(self, requests: list[Request]) -> list[Request]:
         labels = TraceLabels(self.base_id, self.config.dtype)
         for request in requests:
-            for name, ticket in zip(request.names, request.tickets, strict=True):
-                if request.has_lease:
-                    self.adapters.release(name)
-                self.adapters.leave(name, ticket)
-            request.has_lease = False
+            self.library.leave(request)
+            self.submissions.ended(request.id)
+            self.meters.ended(request)
             for recorder in self._recorders:
                 recorder.add(request.id, lambda request=request: trace_of(request, self.tokenizer, labels))
+            if request.on_progress is not None:
+                request.on_progress(request)
         return requests
 
-    def _install(self, mixture: Mixture) -> None:
-        slots: list[int] = []
-        with self.adapters.turn:
-            try:
-                for adapter in mixture.adapters:
-                    self._wrap(adapter)
-                    slots.append(self.slots.put(adapter))
-            except BaseException:
-                for slot in slots:
-                    self.slots.drop(slot)
-                raise
-        self.mixtures[mixture.name] = mixture.placed(tuple(slots), self.model.dtype, self.device)
-
-    def _preload(self, ordering: Ordering | None) -> None:
-        for entry in ordering.preload_adapters if ordering is not None else ():
-            self.load_adapter(entry["adapter_model_id"], entry["name"])
-
-    def _wrap(self, adapter: LoRAModel) -> None:
-        for site in adapter.sites:
-            self.model.wrap(site, self.slots)
-
     def _admit(self, request: Request) -> bool:
-        slots: list[int] = []
-        if len(request.names) > 1:
-            self.adapters.require_slots(request.names)
-        for name, ticket in zip(request.names, request.tickets, strict=True):
-            slot = self._acquire(name, ticket, held=request.names[: len(slots)])
-            if slot is None:
-                # a slow disk holds up its own requests only; want of a slot, in the end, those behind it too
-                request.times_passed += not self.adapters.is_reading(name)
-                return False
-            slots.append(slot)
-        request.has_lease = bool(slots)
-        if request.merged is not None:
-            request.merged_slots = tuple(slots)
-            for slot in slots:
-                if self.slots.adapters[slot].is_dora:
-                    name = self.slots.adapters[slot].name
-                    raise UserError(f"merged_adapters: {name!r} uses DoRA, which rescales the base; it runs alone")
-        elif slots:
-            request.slot = slots[0]
-        return True
-
-    def _acquire(self, name: str, ticket: int, held: Sequence[str]) -> int | None:
-        """Lease one more adapter, or give back those held: a request that waits with leases could wait for ever."""
-        slot = None
-        try:
-            slot = self.adapters.acquire(name, ticket)
-        finally:
-            if slot is None:
-                for other in held:
-                    self.adapters.release(other)
-        return slot
-
-    def _check_new(self, name: str) -> None:
-        if name in self.adapters or name in self.mixtures:
-            raise UserError(f"{name!r} is loaded already; unload it first, or load this one under another name")
-
-    def _new_id(self, wanted: str | None) -> str:
-        if wanted is not None and any(r.id == wanted for r in self.scheduler.requests()):
-            raise UserError(f"request id {wanted!r} is taken by a request that is still running")
-        self._num_requests += 1
-        return wanted or f"req-{self._num_requests}"
+        if request.grammar is not None and request.matcher is None:
+            request.matcher = request.grammar.result().matcher()
+        return self.library.lease(request)

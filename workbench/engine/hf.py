@@ -25,8 +25,10 @@ from workbench.adapters.linear import LoRALinear, Routing
 from workbench.adapters.modules import LoRATargetModule, dense_weight, embedding_widths, widths_of
 from workbench.adapters.projections import parts_of
 from workbench.adapters.slots import SlotTable
-from workbench.engine.attention import NAME, packed_attention
+from workbench.engine.attention_plan import ShapeProbe
 from workbench.engine.batch import StepBatch
+from workbench.engine.blocks import KVShape
+from workbench.engine.paged_attention import NAME, packed_attention
 from workbench.engine.prepack import prepack
 from workbench.errors import UserError, names, nearest
 
@@ -114,6 +116,17 @@ class BaseModel:
     def vocab_size(self) -> int:
         """Number of token ids."""
         return self.config.vocab_size
+
+    def probe(self) -> tuple[ShapeProbe, KVShape]:
+        """Learn what one token's KV and hidden row take, by a forward of one row that attends to nothing."""
+        probe = ShapeProbe()
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with torch.inference_mode():
+            output = self.model.base_model(
+                input_ids=ids, position_ids=ids, use_cache=False, step_batch=SimpleNamespace(attention=probe)
+            )
+        # not always the config's hidden_size: some architectures project it once more
+        return probe, probe.shape(output.last_hidden_state.shape[-1], self.dtype)
 
     def wrap(self, site: str, slots: SlotTable) -> None:
         """Put a `LoRALinear`, or a `LoRAEmbedding`, around a site, once."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 from workbench.engine.sampling import Sampling
 from workbench.errors import UserError, names, nearest
 from workbench.xlora import ReusePolicy, exact, non_granular
 
-_PER_PROMPT = ("adapter", "mixture", "merged_adapters", "tgt_non_granular_index", "policy", "seed")
+_PER_PROMPT = (
+    "adapter", "mixture", "merged_adapters", "tgt_non_granular_index", "policy", "seed", "response_format",
+    "continuation",
+)  # fmt: skip
+_OTHERS = ("sampling", "on_text", "request_id", "distributions", "priority", "deadline_s")
 
 
 def require_loaded(name: str | None, kind: str, loaded: Iterable[str]) -> None:
@@ -32,8 +37,8 @@ def sampling_of(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
     known = Sampling.__dataclass_fields__
     for name in options:
         if name not in known:
-            hint = nearest(name, [*known, *_PER_PROMPT])
-            raise UserError(f"unknown setting {name!r}{hint}; sampling has {names(list(known), 20)}")
+            hint = nearest(name, [*known, *_PER_PROMPT, *_OTHERS])
+            raise UserError(f"unknown setting {name!r}{hint}; sampling has {names(list(known), 40)}")
     return replace(sampling or Sampling(), **options)
 
 
@@ -50,13 +55,26 @@ def policy_of(k: int | None, policy: ReusePolicy | None, mixture: str | None) ->
     return policy if policy is not None else exact()
 
 
-def per_prompt(options: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return the options of each of `count` prompts; some may be given as one value each."""
-    each: list[dict[str, Any]] = [{} for _ in range(count)]
+def split_options(options: Mapping[str, Any]) -> tuple[Sampling, dict[str, Any]]:
+    """Return how tokens are chosen and everything else; an unknown option is a UserError that names the nearest."""
+    others = {key: value for key, value in options.items() if key in _PER_PROMPT[:5] + _PER_PROMPT[6:] + _OTHERS}
+    fields = {key: value for key, value in options.items() if key not in others}
+    return sampling_of(others.pop("sampling", None), fields), others
+
+
+def batch_of(prompts: Sequence[Any], options: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """Return each prompt with its own options; some may be given as one value for each prompt."""
+    each: list[dict[str, Any]] = [{} for _ in prompts]
     for key, value in options.items():
-        listed = key in _PER_PROMPT and isinstance(value, (list, tuple))
-        if listed and len(value) != count:
+        listed = key in _PER_PROMPT and isinstance(value, (list, tuple)) and not _is_one(key, value, len(prompts))
+        if listed and len(value) != len(prompts):
+            count = len(prompts)
             raise UserError(f"{key} has {len(value)} entries for {count} prompts; give one per prompt, or one for all")
         for index, own in enumerate(each):
             own[key] = value[index] if listed else value
-    return each
+    return list(zip(prompts, each, strict=True))
+
+
+def _is_one(key: str, value: Sequence[Any], count: int) -> bool:
+    # a continuation may be a list of token ids
+    return key == "continuation" and count == 1 and all(isinstance(each, Integral) for each in value)

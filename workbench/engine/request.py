@@ -1,14 +1,15 @@
-"""Request: the state of one generation, and what it wants from the next forward.
+"""Request: the state of one generation, and what a forward did to it.
 
-Contract: a request changes only in `commit_scaling`, `commit_adapted` and `finish`; a step that fails in between
-leaves it as it was.
+Contract: a request changes only in `commit_scaling`, `commit_adapted`, `preempt` and `finish`; a step that fails in
+between leaves it as it was. What it wants from the next forward is in `planning`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,11 +17,31 @@ from torch import Tensor
 from lora_kernels.segments import BASE_SLOT
 from workbench.adapters.merge import MergedAdapters
 from workbench.engine.batch import ADAPTED, SCALING, SpanPlan
-from workbench.engine.kv import Stream
+from workbench.engine.choosing import Choice
+from workbench.engine.history import History
+from workbench.engine.paged import PagedStream
 from workbench.engine.sampling import Sampling
 from workbench.engine.text import Detokenizer, StopText
 from workbench.xlora.mixture import Mixture
 from workbench.xlora.policy import ReusePolicy
+
+if TYPE_CHECKING:
+    from workbench.engine.grammar import Matcher
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one row says about the token after it.
+
+    Attributes:
+        choice: the token, its log-probability, and the likeliest ones if they were asked for.
+        distribution: float32 `[vocab]` on the host, all log-probabilities, if they were asked for.
+        error: why there is no choice.
+    """
+
+    choice: Choice | None = None
+    distribution: Tensor | None = None
+    error: str | None = None
 
 
 @dataclass(eq=False)
@@ -32,6 +53,8 @@ class Request:
         prompt_ids: the prompt, at least one token.
         sampling: how tokens are chosen.
         seed: of its noise.
+        vocab_size: token ids are below it.
+        breaker_ids: tokens that end a repetition, for DRY.
         eos_ids: tokens that end it.
         slot: its adapter's slot once it runs; -1 for the base model and for mixtures.
         adapter: that adapter's name, or None.
@@ -41,18 +64,29 @@ class Request:
         policy: whose scalings each input uses.
         drafting: run the scaling row of the likely next token in advance.
         on_text: called with each piece of text as it becomes certain.
+        on_progress: called with the request after each step that ran its rows, and once it has ended.
         continuation: tokens to score as if they were generated, instead of generating any.
+        distributions: keep every log-probability of each scored token.
+        priority: lower runs earlier.
+        num_wanted: how many of its copies (`best_of`) are results.
+        deadline_s: `time.perf_counter()` at which it ends, finished or not; None is never.
+        grammar: being compiled, what its text must match; `matcher` once it is.
         tokens: prompt and generated tokens.
-        logprobs: of the generated tokens, natural log.
+        choices: of the generated tokens.
+        prompt_scores: of the prompt's tokens after the first, if asked for.
         token_times_s: when each generated token was known, seconds after submission.
         draft: the likely next token, once its scaling row's predecessor has run.
         drafts: per generated token: 1 accepted draft, 0 rejected, -1 not drafted.
+        streams: its KV, by kind, while it runs.
+        cached: per kind, tokens whose KV was found instead of computed, when it was last admitted.
         scalings: float32 `[position, site, adapter]` on the host, by scaling row; the first `num_scaled` are valid.
         sources: per adapted row, the position whose scalings it used.
         tickets: its place among the requests that wait for each of its `names`.
         has_lease: its adapters are kept in their slots for it.
         times_passed: steps it was passed over, waiting for its adapter.
-        finish_reason: None while running, else "stop", "length", "cancelled" or "error".
+        num_preemptions: how often its KV was taken away for others.
+        num_isolations: how often it ran alone, after a step that failed.
+        finish_reason: None while running, else "stop", "length", "cancelled", "deadline" or "error".
         error: the reason of a request that failed.
     """
 
@@ -61,6 +95,8 @@ class Request:
     sampling: Sampling
     seed: int
     detokenizer: Detokenizer
+    vocab_size: int
+    breaker_ids: frozenset[int] = frozenset()
     eos_ids: frozenset[int] = frozenset()
     slot: int = BASE_SLOT
     adapter: str | None = None
@@ -70,33 +106,46 @@ class Request:
     policy: ReusePolicy | None = None
     drafting: bool = False
     on_text: Callable[[str], None] | None = None
+    on_progress: Callable[[Request], None] | None = None
     continuation: tuple[int, ...] = ()
+    distributions: bool = False
+    priority: int = 0
+    num_wanted: int = 1
+    deadline_s: float | None = None
+    grammar: Any = None
+    matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    prompt_scores: list[Choice] = field(default_factory=list)
+    scored_distributions: list[Tensor] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
     draft: int | None = None
     drafts: list[int] = field(default_factory=list)
+    streams: dict[str, PagedStream] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
     scalings: Tensor | None = None
     num_scaled: int = 0
     sources: list[int] = field(default_factory=list)
     tickets: tuple[int, ...] = ()
     has_lease: bool = False
     times_passed: int = 0
+    num_preemptions: int = 0
+    num_isolations: int = 0
     finish_reason: str | None = None
     error: str | None = None
 
     def __post_init__(self) -> None:
         # the last token of a continuation is scored, never an input
         self.tokens = [*self.prompt_ids, *self.continuation[:-1]]
+        self.history = History(self.sampling, self.prompt_ids, self.vocab_size, self.breaker_ids)
         self.output = StopText(self.sampling.stop)
         self.submitted_s = time.perf_counter()
-        self.streams = {ADAPTED: Stream(self.max_length)}
+        self.ended_s: float | None = None
+        self.draft_ran, self._draft_after = False, None
+        self._scaling_pass: Tensor | None = None
         if self.mixture is not None:
-            self.streams[SCALING] = Stream(self.max_length)
-            n = len(self.mixture.adapters)
-            self.scalings = torch.empty(len(self.prompt_ids), len(self.mixture.sites), n)
+            self.scalings = torch.empty(len(self.prompt_ids), len(self.mixture.sites), len(self.mixture.adapters))
             self._scaling_pass = self.mixture.scaling_pass_weights()
-        self._draft_ran, self._draft_after = False, None
 
     @property
     def max_length(self) -> int:
@@ -107,6 +156,11 @@ class Request:
     def generated(self) -> list[int]:
         """Tokens generated so far."""
         return self.tokens[len(self.prompt_ids) :]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Natural log-probabilities of the generated tokens."""
+        return [choice.logprob for choice in self.choices]
 
     @property
     def scalings_computed(self) -> int:
@@ -123,27 +177,69 @@ class Request:
         """The adapters it needs in slots."""
         return self.merged.ids if self.merged is not None else (self.adapter,) if self.adapter is not None else ()
 
-    def plans(self, budget: int) -> list[SpanPlan]:
-        """Return what this request can run now, at most `budget` rows: adapted rows first, then scaling rows."""
-        if self.finish_reason is not None:
-            return []
-        plans = []
-        adapted = self._adapted_plan(budget)
-        if adapted is not None:
-            plans.append(adapted)
-            budget -= len(adapted.token_ids)
-        if self.mixture is not None and budget > 0:
-            scaling = self._scaling_plan(budget, emits=adapted is not None and bool(adapted.num_logits))
-            if scaling is not None:
-                plans.append(scaling)
-        return plans
+    @property
+    def key(self) -> str | None:
+        """What it runs on, for fairness: an adapter, a merge, a mixture, or None for the base model."""
+        if self.merged is not None:
+            return "+".join(self.merged.ids)
+        return self.adapter or (self.mixture.name if self.mixture is not None else None)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether it has chosen a token and wants the next."""
+        return bool(self.token_times_s)
+
+    @property
+    def first_unanswered(self) -> int:
+        """The first position whose row has yet to say something about the token after it."""
+        prompt = len(self.prompt_ids)
+        if self.sampling.prompt_logprobs and len(self.prompt_scores) < prompt - 1:
+            return len(self.prompt_scores)
+        return prompt - 1 + len(self.choices)
+
+    @property
+    def needs_scaling_rows(self) -> bool:
+        """Whether any later input needs scalings of its own."""
+        if self.mixture is None:
+            return False
+        last = self.policy.last_own(len(self.prompt_ids))
+        return last is None or self.num_scaled <= last
+
+    def source(self, position: int) -> int:
+        """Return the position whose scalings the input at `position` uses."""
+        return self.policy.source(position, len(self.prompt_ids))
+
+    def num_own(self, stop: int) -> int:
+        """Return how many of the first `stop` positions, without a gap, use their own scalings."""
+        return next((p for p in range(len(self.prompt_ids), stop) if self.source(p) != p), stop)
+
+    def known_after(self, position: int) -> int | None:
+        """Return the token after `position` if it is known, a continuation's last one included."""
+        following = position + 1
+        if following < len(self.tokens):
+            return self.tokens[following]
+        return self.continuation[-1] if self.continuation and following == self.max_length - 1 else None
 
     def row_weights(self, kind: str, first: int, stop: int) -> Tensor | None:
         """Return weights `[row, site, n]` (or a constant `[1, 1, n]`) of rows `first:stop`; None for base rows."""
         if kind == SCALING:
             return self._scaling_pass
-        sources = [self._source(position) for position in range(first, stop)]
-        return self.scalings[sources] * self.mixture.config.global_scaling_weight
+        sources = [self.source(position) for position in range(first, stop)]
+        own = sources == list(range(first, stop))
+        used = self.scalings[first:stop] if own else self.scalings[sources]
+        return used * self.mixture.config.global_scaling_weight
+
+    def take_scalings(self, first: int, scalings: Tensor) -> None:
+        """Keep float32 `[row, site, n]` scalings of positions from `first` on; those used already stay as they are."""
+        stop = first + len(scalings)
+        if self.scalings.shape[0] < stop:
+            room = max(stop, min(2 * self.scalings.shape[0], self.max_length))
+            grown = self.scalings.new_empty(room, *self.scalings.shape[1:])
+            grown[: self.num_scaled] = self.scalings[: self.num_scaled]
+            self.scalings = grown
+        if stop > self.num_scaled:
+            new = max(first, self.num_scaled)
+            self.scalings[new:stop] = scalings[new - first :]
 
     def commit_scaling(self, plan: SpanPlan, scalings: Tensor, draft: int | None) -> None:
         """Take the scalings of a scaling span; before the adapted span of the same step.
@@ -153,127 +249,114 @@ class Request:
             scalings: float32 `[row, site, n]`.
             draft: the token its last row suggests to come next, or None.
         """
-        if self.scalings.shape[0] < plan.stop:
-            room = max(plan.stop, min(2 * self.scalings.shape[0], self.max_length))
-            grown = self.scalings.new_empty(room, *self.scalings.shape[1:])
-            grown[: self.num_scaled] = self.scalings[: self.num_scaled]
-            self.scalings = grown
-        self.scalings[plan.first : plan.stop] = scalings
-        self.num_scaled = plan.stop - plan.drafted
-        self.streams[SCALING].length = self.num_scaled
+        self.take_scalings(plan.first, scalings)
+        stop = plan.stop - plan.drafted
+        self.num_scaled = max(self.num_scaled, stop)
+        self.streams[SCALING].commit(stop)
         if plan.drafted:
-            self._draft_ran, self._draft_after = True, draft
+            self.draft_ran, self._draft_after = True, draft
         else:
             self.draft = draft
 
-    def continuation_after(self, position: int) -> tuple[int, ...]:
-        """Return the continuation's tokens that follow the input at `position`."""
-        return self.continuation[position + 1 - len(self.prompt_ids) :]
-
-    def commit_adapted(self, plan: SpanPlan, chosen: list[tuple[int, float]]) -> None:
-        """Take an adapted span's rows and, if it reached the end of the known tokens, the chosen token.
+    def commit_adapted(self, plan: SpanPlan, answers: Sequence[Answer]) -> None:
+        """Take an adapted span's rows and what they say about the tokens after them.
 
         Args:
             plan: the span.
-            chosen: (token, log-probability) of the next token, or of those of a continuation; empty for a span that
-                ends inside the prompt.
+            answers: one per row that has logits.
         """
-        self.streams[ADAPTED].length = plan.stop
+        failed = next((answer.error for answer in answers if answer.error), None)
+        if failed:
+            self.finish("error", failed)
+            return
+        self.streams[ADAPTED].commit(plan.stop)
         if self.mixture is not None:
-            self.sources += [self._source(position) for position in range(plan.first, plan.stop)]
-        if self.continuation:
-            self._score(plan, chosen)
-            return
-        if not chosen:
-            return
-        token, logprob = chosen[0]
-        self._settle_draft(token)
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.token_times_s.append(time.perf_counter() - self.submitted_s)
-        self._end_if_done(token)
+            self.sources += [self.source(p) for p in range(len(self.sources), plan.stop)]
+        for position, answer in enumerate(answers, plan.stop - len(answers)):
+            if position < len(self.prompt_ids) - 1:
+                self.prompt_scores.append(answer.choice)
+            elif self.continuation:
+                self._score(answer)
+            else:
+                self._take(answer.choice)
+
+    def preempt(self) -> None:
+        """Give the KV back; everything known stays, and will be replayed."""
+        self._free()
+        self.num_preemptions += 1
 
     def finish(self, reason: str, error: str | None = None) -> None:
-        """End the request and free its KV."""
+        """End the request and free its KV; no error if it has ended."""
         if self.finish_reason is None:
+            self.finish_reason, self.error = reason, error
             if reason != "stop" or not self.output.stopped:
                 self._say(self.output.finish(self.detokenizer.flush()))
-            self.finish_reason, self.error = reason, error
+            self.ended_s = time.perf_counter()
+        self._free()
+
+    def _free(self) -> None:
         self.draft = None
+        self.draft_ran, self._draft_after = False, None
         for stream in self.streams.values():
             stream.free()
+        self.streams = {}
 
-    def _adapted_plan(self, budget: int) -> SpanPlan | None:
-        first, ready = self.streams[ADAPTED].length, len(self.tokens)
-        if self.mixture is not None:
-            ready = first
-            while ready < min(len(self.tokens), first + budget) and self._source(ready) < self.num_scaled:
-                ready += 1
-        stop = min(ready, first + budget)
-        if stop <= first:
-            return None
-        return SpanPlan(self, ADAPTED, first, tuple(self.tokens[first:stop]),
-                        num_logits=self._num_logits(first, stop))
-
-    def _num_logits(self, first: int, stop: int) -> int:
-        if self.continuation:
-            return max(0, stop - max(first, len(self.prompt_ids) - 1))
-        return int(stop == len(self.tokens))
-
-    def _score(self, plan: SpanPlan, chosen: list[tuple[int, float]]) -> None:
-        now = time.perf_counter() - self.submitted_s
-        self.logprobs += [logprob for _, logprob in chosen]
-        self.token_times_s += [now] * len(chosen)
-        self.drafts += [-1] * len(chosen)
-        if plan.stop == len(self.tokens):
+    def _score(self, answer: Answer) -> None:
+        self.choices.append(answer.choice)
+        self.drafts.append(-1)
+        self.token_times_s.append(time.perf_counter() - self.submitted_s)
+        if answer.distribution is not None:
+            self.scored_distributions.append(answer.distribution)
+        if len(self.choices) == len(self.continuation):
             self.tokens.append(self.continuation[-1])
             self._say("".join(map(self.detokenizer.push, self.continuation)))
             self.finish("length")
 
-    def _scaling_plan(self, budget: int, emits: bool) -> SpanPlan | None:
-        first, known = self.num_scaled, len(self.tokens)
-        stop = min(self._source(known - 1) + 1, first + budget)
-        if first < stop:
-            drafts = stop == known and self._drafts_after(stop)
-            return SpanPlan(self, SCALING, first, tuple(self.tokens[first:stop]), num_logits=int(drafts))
-        if emits and self.draft is not None and first == known and self._drafts_after(known):
-            more = self._drafts_after(known + 1)
-            return SpanPlan(self, SCALING, known, (self.draft,), drafted=True, num_logits=int(more))
-        return None
-
-    def _drafts_after(self, position: int) -> bool:
-        # the token at `position` is worth drafting if it will be an input that needs scalings of its own
-        return self.drafting and position < self.max_length - 1 and self._source(position) == position
+    def _take(self, choice: Choice) -> None:
+        token = choice.token
+        self._settle_draft(token)
+        self.tokens.append(token)
+        self.history.push(token)
+        self.choices.append(choice)
+        self.token_times_s.append(time.perf_counter() - self.submitted_s)
+        self._end_if_done(token)
 
     def _settle_draft(self, token: int) -> None:
-        if not self._draft_ran:
+        if not self.draft_ran:
             self.drafts.append(-1)
             return
         accepted = token == self.draft
         self.drafts.append(int(accepted))
         # a rejected draft's row lies past `length`: it does not exist, and its position runs again
         self.num_scaled += accepted
-        self.streams[SCALING].length = self.num_scaled
+        self.streams[SCALING].commit(self.num_scaled)
         self.draft = self._draft_after if accepted else None
-        self._draft_ran, self._draft_after = False, None
-
-    def _source(self, position: int) -> int:
-        return self.policy.source(position, len(self.prompt_ids))
+        self.draft_ran, self._draft_after = False, None
 
     def _end_if_done(self, token: int) -> None:
         if token in self.eos_ids and not self.sampling.ignore_eos:
             self.finish("stop")
             return
-        self._say(self.output.push(self.detokenizer.push(token)))
-        if self.output.stopped:
+        if self.matcher is not None:
+            self.matcher.accept(token)
+        self._say(self.output.push(self.detokenizer.push(token), len(self.choices) >= self.sampling.min_tokens))
+        if self.finish_reason is not None:
+            return  # whoever reads the text has ended it
+        if self.output.stopped or token in self.sampling.stop_token_ids or (
+            self.matcher is not None and self.matcher.is_finished
+        ):
             self.finish("stop")
         elif len(self.tokens) >= self.max_length:
             self.finish("length")
-        elif self.mixture is not None:
-            last = self.policy.last_own(len(self.prompt_ids))
-            if last is not None and self.num_scaled > last:
-                self.streams[SCALING].free()
+        elif SCALING in self.streams and not self.needs_scaling_rows:
+            self.streams.pop(SCALING).free()
 
     def _say(self, text: str) -> None:
-        if text and self.on_text is not None:
+        if not text or self.on_text is None:
+            return
+        try:
             self.on_text(text)
+        except Exception as error:  # the caller's own code: its failure is this request's alone
+            self.on_text = None
+            self.finish_reason = None
+            self.finish("error", f"on_text raised {type(error).__name__}: {error}")

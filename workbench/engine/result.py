@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 
+from workbench.engine.batch import ADAPTED, SCALING
 from workbench.engine.request import Request
 from workbench.engine.text import token_texts
 from workbench.errors import UserError, names
@@ -53,6 +56,13 @@ class Completion:
         drafts_accepted, drafts_rejected: tokens whose scaling row was run in advance, rightly and in vain.
         seed: of the request's noise.
         error: why it failed, for "error".
+        top_logprobs: per generated token, the likeliest tokens with their log-probabilities, if asked for.
+        prompt_logprobs: of the prompt's tokens after the first, if asked for.
+        distributions: float32 `[token, vocab]`, all log-probabilities of scored tokens, if asked for.
+        choices: all `n` results of one prompt, likeliest first, if `n` or `best_of` was above 1.
+        cached_tokens: prompt tokens whose KV was found in the prefix cache.
+        cached_scaling_tokens: prompt tokens whose scaling pass was found there.
+        preemptions: how often its KV was taken away for others and computed again.
     """
 
     request_id: str
@@ -67,10 +77,19 @@ class Completion:
     drafts_rejected: int = 0
     seed: int = 0
     error: str | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    prompt_logprobs: tuple[float, ...] = ()
+    distributions: np.ndarray | None = field(default=None, repr=False, compare=False)
+    choices: tuple[Completion, ...] = field(default=(), repr=False)
+    cached_tokens: int = 0
+    cached_scaling_tokens: int = 0
+    preemptions: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-able values."""
-        return asdict(self)
+        """Return JSON-able values; `distributions`, an array, is left out."""
+        data = asdict(replace(self, distributions=None, choices=()))
+        del data["distributions"]
+        return {**data, "choices": [choice.to_dict() for choice in self.choices]}
 
     def __str__(self) -> str:
         return f"error: {self.error}" if self.error else self.text
@@ -89,7 +108,8 @@ def completion_of(request: Request) -> Completion:
     """Return the result of a finished request."""
     times = request.token_times_s
     prompt, output = len(request.prompt_ids), request.generated
-    total = time.perf_counter() - request.submitted_s if not times else times[-1]
+    ended_s = request.ended_s or time.perf_counter()
+    total = ended_s - request.submitted_s if not times else times[-1]
     decoding = times[-1] - times[0] if len(times) > 1 else 0.0
     usage = Usage(
         prompt, len(output), prompt + len(output), times[0] if times else total, decoding, total,
@@ -100,7 +120,24 @@ def completion_of(request: Request) -> Completion:
         request.id, request.output.text, tuple(output), tuple(request.logprobs), request.finish_reason or "length",
         usage, request.scalings_computed, request.scalings_reused,
         request.drafts.count(1), request.drafts.count(0), request.seed, request.error,
+        top_logprobs=tuple(choice.top for choice in request.choices) if request.sampling.top_logprobs else (),
+        prompt_logprobs=tuple(score.logprob for score in request.prompt_scores),
+        distributions=torch.stack(request.scored_distributions).numpy() if request.scored_distributions else None,
+        cached_tokens=request.cached.get(ADAPTED, 0), cached_scaling_tokens=request.cached.get(SCALING, 0),
+        preemptions=request.num_preemptions,
     )
+
+
+def best_of(requests: Sequence[Request]) -> Completion:
+    """Return the likeliest, per token, of several requests of one prompt, with the `n` likeliest as its choices."""
+    if len(requests) == 1:
+        return completion_of(requests[0])
+    done = sorted((completion_of(request) for request in requests), key=_mean_logprob, reverse=True)
+    return replace(done[0], choices=tuple(done[: requests[0].num_wanted]))
+
+
+def _mean_logprob(done: Completion) -> float:
+    return sum(done.logprobs) / len(done.logprobs) if done.logprobs and not done.error else float("-inf")
 
 
 def failed(request_id: str, error: str) -> Completion:

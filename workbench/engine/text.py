@@ -63,9 +63,11 @@ class StopText:
         self.text = ""
         self.stopped = False
 
-    def push(self, piece: str) -> str:
-        """Add text and return what has become certain."""
+    def push(self, piece: str, may_stop: bool = True) -> str:
+        """Add text and return what has become certain; before it `may_stop`, stop strings are text like any other."""
         held = self._held + piece
+        if not may_stop:
+            return self._show(held, "")
         cuts = [at for stop in self._stop if (at := held.find(stop)) >= 0]
         if cuts:
             self.stopped = True

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -106,6 +109,16 @@ class Mixture:
     def num_bytes(self) -> int:
         """Bytes of its adapters' factors in float32."""
         return sum(adapter.num_bytes for adapter in self.adapters)
+
+    @functools.cached_property
+    def content_key(self) -> str:
+        """SHA-256, in hex, of everything that decides its scalings and deltas: equal keys are equal mixtures."""
+        digest = hashlib.sha256(json.dumps([asdict(self.config), self.sites], sort_keys=True).encode())
+        for adapter in self.adapters:
+            digest.update(adapter.content_hash.encode())
+        for tensor in (tensor for layer in self.classifier.layers for tensor in layer if tensor is not None):
+            digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     def placed(self, slots: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Mixture:
         """Return the mixture with its adapters' slots and its classifier on the engine's device."""
