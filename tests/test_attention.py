@@ -164,10 +164,12 @@ def test_halves_are_no_worse_than_their_rounding(dtype, softcap):
     assert error < 4 * torch.finfo(dtype).eps
 
 
-def test_sequences_that_begin_alike_are_attended_to_as_if_alone():
+@pytest.mark.parametrize("window", [None, 140, 200])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_sequences_that_begin_alike_are_attended_to_as_if_alone(window, softcap):
     """The common range is read once for all rows; here with three levels of sharing, and two rows of one stream."""
     together = Problem([Part(250, 1, 192), Part(250, 2, 192), Part(200, 1, 192), Part(300, 1, 32), Part(140, 1)], 5)
-    assert (together.attend() - together.expected()).abs().max() < 1e-5
+    assert (together.attend(window, softcap) - together.expected(window, softcap)).abs().max() < 1e-5
 
 
 @settings(max_examples=30)
