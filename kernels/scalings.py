@@ -85,8 +85,8 @@ def _normalised(weights, temperature):
 def _largest(weights, top_k, ADAPTERS: tl.constexpr, LANES: tl.constexpr):
     """Return which top_k weights are the largest; of equal ones the lower adapter, and NaN is above all."""
     lane = tl.arange(0, LANES)[None, :]
-    # integers that order as the floats do, so that one comparison settles zeros, infinities and NaN
-    bits = tl.where(weights == 0, 0.0, weights).to(tl.int32, bitcast=True)
+    # integers that order as the floats do, so that one comparison settles infinities and NaN; -0 is no sum from +0
+    bits = weights.to(tl.int32, bitcast=True)
     key = tl.where(weights == weights, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
     # below every key of a float: lanes that are no adapter, and those taken already
     key = tl.where(lane < ADAPTERS, key, -0x80000000)
