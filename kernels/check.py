@@ -65,7 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     found = check_all(arguments.op)
     wrong = [str(one) for one in found if not one.is_right]
     if not arguments.json:
-        print("\n".join(str(one) for one in _worst(found) if one.is_right))
+        for one in _worst(found):
+            if one.is_right:
+                print(one)
         if triton_support.triton is None:
             print("Triton is not installed (it comes for Linux), so only the torch path runs here")
     for sentence in wrong:
