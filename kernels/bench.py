@@ -8,6 +8,7 @@ moves as much as the op. The problems are those of the tests, and the last line 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import sys
@@ -65,13 +66,19 @@ def bench(
         "popularity": tuple(popularity), "dtype": tuple(dtypes),
     }  # fmt: skip
     cases = [(op, case) for op in chosen for case in cases_of(op, Case(device=str(device)), **axes)]
-    large_rate = copy_rate(device, LARGE_COPY_BYTES[device.type])
+    large_rate = _large_copy_rate(device)
     records = []
     for op, case in cases:
         records.append(_measured(op, case, device, large_rate, repeats))
         if report:
             report(records[-1])
     return records
+
+
+@functools.cache
+def _large_copy_rate(device: torch.device) -> float:
+    # once a process, so that all shares are of one rate
+    return copy_rate(device, LARGE_COPY_BYTES[device.type])
 
 
 def _measured(op: Op, case: Case, device: torch.device, large_rate: float, repeats: int) -> dict:
