@@ -9,6 +9,7 @@ import itertools
 import json
 import statistics as plain
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -53,6 +54,7 @@ WORKLOADS = {
     "merged": Workload("merged", adapters=NAMES, **LENGTHS),
     "xlora": Workload("xlora", mixture="mix", **LENGTHS),
     "reused": Workload("xlora", mixture="mix", tgt_non_granular_index=1, **LENGTHS),
+    "never reused": Workload("xlora", mixture="mix", tgt_non_granular_index=9, **LENGTHS),
 }
 
 
@@ -103,12 +105,12 @@ def test_every_mode_is_measured_with_its_counts(engine):
     found = {each.name: each for each in measure_all(points, repeats=2, progress=done.append).points}
     assert len(done) == num_runs(points, 2)
     # the rounds run in turns, each in the other order
-    assert [text.split()[0] for text in done[-10:]] == [*WORKLOADS, *reversed(WORKLOADS)]
+    assert [text.rpartition(" ")[0] for text in done[-12:]] == [*WORKLOADS, *reversed(WORKLOADS)]
     inputs = 4 * (6 + 5 - 1)
     counts = {name: (each.counts["scalings_computed"][0], each.counts["scalings_reused"][0])
               for name, each in found.items()}
     assert counts == {"base": (0, 0), "lora": (0, 0), "merged": (0, 0), "xlora": (inputs, 0),
-                      "reused": (4 * 7, inputs - 4 * 7)}
+                      "reused": (4 * 7, inputs - 4 * 7), "never reused": (inputs, 0)}
     for name, each in found.items():
         record = each.to_dict()
         assert record["repeats"] == 2 and record["tok_s"] > 0 and record["ttft_ms"] > 0 and record["kv_bytes"] > 0
@@ -199,9 +201,12 @@ def test_a_base_without_the_seven_projections_gets_adapters_on_its_linear_module
         synthetic.sites_of(sites, ["q_proj"])
 
 
-def test_adapters_that_the_disk_cannot_hold_are_refused(engine, tmp_path):
-    with pytest.raises(UserError, match=r"10000000 adapters of rank 64 take \d+.\d GB, but .* has"):
-        synthetic.write_adapters(tmp_path, engine.model.targets, 10_000_000, 64)
+def test_adapters_that_the_disk_cannot_hold_are_refused(engine, tmp_path, monkeypatch):
+    free = 3 * synthetic.adapter_bytes(engine.model.targets, 64)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
+    synthetic.write_adapters(tmp_path / "two", engine.model.targets, 2, 64)
+    with pytest.raises(UserError, match=r"3 adapters of rank 64 take \d+.\d GB, but .* has \d+.\d GB free"):
+        synthetic.write_adapters(tmp_path / "three", engine.model.targets, 3, 64)
 
 
 def test_prompts_are_pieces_of_a_text_that_repeats():
