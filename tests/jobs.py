@@ -34,13 +34,14 @@ ALL_SAMPLING = {
 
 @dataclass
 class Job:
-    """A request to run: its prompt, who runs it, and after how many steps it is cancelled, if ever."""
+    """A request to run: its prompt, who runs it, after how many steps it comes, and is cancelled, if ever."""
 
     prompt: list[int]
     who: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
     max_tokens: int = 4
     cancel_after: int | None = None
+    arrive_after: int = 0
 
 
 @dataclass
@@ -79,21 +80,22 @@ def run(engine: Engine, jobs: list[Job], record: bool = True, forced: dict | Non
     """Run jobs together to their ends and return their outcomes in the same order."""
     probe = Probe(engine, forced)
     recorder = engine.record("scalings") if record else None
-    requests = []
+    found = {}
     try:
-        for i, job in enumerate(jobs):
-            options = {"seed": 7, "max_tokens": job.max_tokens, "ignore_eos": True, **job.who, **job.sampling}
-            requests.append(engine.enqueue(job.prompt, request_id=f"job-{i}", **options))
         for steps in range(1000):
-            for request, job in zip(requests, jobs, strict=True):
-                if job.cancel_after == steps:
-                    engine.cancel(request)
-            if not engine.scheduler.has_work():
+            for i, job in enumerate(jobs):
+                if job.arrive_after == steps:
+                    options = {"seed": 7, "max_tokens": job.max_tokens, "ignore_eos": True, **job.who, **job.sampling}
+                    found[i] = engine.enqueue(job.prompt, request_id=f"job-{i}", **options)
+                if job.cancel_after is not None and job.arrive_after + job.cancel_after == steps:
+                    engine.cancel(found[i])
+            if len(found) == len(jobs) and not engine.scheduler.has_work():
                 break
             engine.step()
     finally:
-        for request in requests:
+        for request in found.values():
             engine.cancel(request)
+        requests = [found[i] for i in sorted(found)]
         probe.close()
         if recorder:
             recorder.__exit__()

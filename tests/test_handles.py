@@ -19,7 +19,7 @@ LONG = {"max_tokens": 90, "ignore_eos": True}
 
 
 @pytest.fixture
-def engine(shelf):  # noqa: F811
+def engine(shelf):
     with engine_on(shelf) as made:
         yield made
 
@@ -156,7 +156,7 @@ def test_bad_arguments_are_refused(engine, options, says):
     assert_idle(engine)
 
 
-def test_a_closed_engine_says_so_and_leaves_no_thread(shelf):  # noqa: F811
+def test_a_closed_engine_says_so_and_leaves_no_thread(shelf):
     before = set(threading.enumerate())
     engine = engine_on(shelf)
     running = engine.submit("hello", **LONG)
@@ -173,7 +173,7 @@ def test_a_closed_engine_says_so_and_leaves_no_thread(shelf):  # noqa: F811
     assert not set(threading.enumerate()) - before
 
 
-def test_an_engine_nobody_holds_is_collected_with_its_thread(shelf):  # noqa: F811
+def test_an_engine_nobody_holds_is_collected_with_its_thread(shelf):
     engine = engine_on(shelf)
     engine.submit("hello", max_tokens=2).result()
     (thread,) = [t for t in threading.enumerate() if t.name == "lora-engine" and t is engine._driver._thread]

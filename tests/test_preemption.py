@@ -90,6 +90,7 @@ def test_random_arrivals_in_a_small_pool_leave_nothing_and_change_nothing(shelf,
             random_ids(data.draw(st.integers(1, 40)), data.draw(st.integers(0, 3))), data.draw(st.sampled_from(WHO)),
             data.draw(st.sampled_from(SAMPLINGS)), max_tokens=data.draw(st.integers(1, 12)),
             cancel_after=data.draw(st.one_of(st.none(), st.integers(0, 20))),
+            arrive_after=data.draw(st.integers(0, 12)),
         )
         for _ in range(count)
     ]  # fmt: skip

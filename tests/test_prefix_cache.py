@@ -20,7 +20,7 @@ WHO = [{}, {"adapter": "a"}, {"mixture": "mix"}, {"mixture": "lifted"}, {"mixtur
 
 
 @pytest.fixture(scope="module")
-def folders(shelf):  # noqa: F811
+def folders(shelf):
     LIFTED.write(shelf / "lifted", MODEL)
     return shelf
 
