@@ -95,7 +95,8 @@ def test_scores_of_a_mixture_use_the_policy(engine):
         (lambda e: e.generate("a", temperature=float("nan")), "temperature must be"),
         (lambda e: e.generate("a", n=2, best_of=1), "best_of"),
         (lambda e: e.score("a", "b", response_format={"type": "json_object"}), "scored as it is"),
-        (lambda e: e.generate("a", response_format={"type": "json_object"}, ignore_eos=True, max_tokens=3), "ignore_eos"),
+        (lambda e: e.generate("a", max_tokens=3, response_format={"type": "regex", "regex": "a"}, ignore_eos=True),
+         "contradict each other"),
     ],
     ids=str,
 )  # fmt: skip

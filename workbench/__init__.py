@@ -21,10 +21,12 @@ if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & se
 
 _HOME = {
     "AdapterConfig": "workbench.adapters",
+    "Chat": "workbench.engine",
     "Completion": "workbench.engine",
     "Engine": "workbench.engine",
     "EngineConfig": "workbench.config",
     "exact": "workbench.xlora",
+    "Handle": "workbench.engine",
     "LoRAConfig": "workbench.adapters",
     "LoRAManager": "workbench.adapters",
     "LoRAModel": "workbench.adapters",
@@ -44,10 +46,12 @@ _HOME = {
 }
 __all__ = [
     "AdapterConfig",
+    "Chat",
     "Completion",
     "Engine",
     "EngineConfig",
     "exact",
+    "Handle",
     "LoRAConfig",
     "LoRAManager",
     "LoRAModel",
@@ -81,7 +85,7 @@ if TYPE_CHECKING:
     )
     from workbench.config import EngineConfig
     from workbench.display import show
-    from workbench.engine import Completion, Engine, Sampling
+    from workbench.engine import Chat, Completion, Engine, Handle, Sampling
     from workbench.errors import UserError
     from workbench.instrument.trace import Trace
     from workbench.ordering import Ordering
