@@ -23,8 +23,8 @@ from workbench.errors import UserError
 
 # a small model may go on with blanks for ever where any number may stand
 _BLANKS = r"[\x20\x0A\x0D\x09]{1,32}"
-# a third of the defaults: the longest step and the automaton of one format stay near 0.3 s and 100 MB
-_LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 80_000, "verbose_errors": False}
+# below the defaults: the longest step and the automaton of one format stay near 0.1 s and 100 MB
+_LIMITS = {"initial_lexer_fuel": 200_000, "max_lexer_states": 80_000, "verbose_errors": False}
 # compiling recurses through rules that name rules; at 8 MB a thousand of them end the process
 _STACK_BYTES = 256 << 20
 _stack_lock = threading.Lock()
@@ -128,14 +128,16 @@ class Grammar:
         """Return a matcher at the start of a text."""
         return Matcher(self)
 
-    def start(self, is_worn: bool = False) -> Any:
-        """Return llguidance's matcher at the start of a text.
+    def start(self, tokens: Sequence[int] = ()) -> Any:
+        """Return llguidance's matcher after `tokens`. All of one grammar share an automaton that grows with use."""
+        made = self._template.deep_copy()
+        if tokens:
+            made.consume_tokens(list(tokens))
+        return made
 
-        All of one grammar share an automaton that grows with use; `is_worn` gives up one that reached its limit.
-        """
-        if is_worn:
-            self._template = _on_deep_stack(self._build)
-        return self._template.deep_copy()
+    def renew(self) -> None:
+        """Give up an automaton that reached its limit, for those who start from now on."""
+        self._template = _on_deep_stack(self._build)
 
     def _build(self) -> Any:
         from llguidance import LLMatcher, LLParserLimits
@@ -156,7 +158,7 @@ class Matcher:
         self._grammar, self._vocabulary = grammar, grammar.vocabulary
         self._inner = grammar.start()
         self._tokens: list[int] = []
-        self._has_ended = False
+        self._has_ended, self._may_draft, self._may_renew = False, True, True
         self._now: np.ndarray | None = None
 
     @property
@@ -176,7 +178,8 @@ class Matcher:
             after: tokens drafted to come first; the matcher stays where it is.
 
         Returns:
-            The mask; None where the draft breaks the grammar, ends the text, or leads where nothing follows.
+            The mask: tokens that end a text are in it exactly where the text may end. None where the draft breaks the
+            grammar, ends the text, or leads where nothing follows.
 
         Raises:
             GrammarError: without a draft: no token may follow, or a limit was reached.
@@ -195,13 +198,13 @@ class Matcher:
         Raises:
             GrammarError: it is not one of the mask's (the matcher stays where it was), or a limit was reached.
         """
-        if not 0 <= token < self._vocabulary.size or not self._allowed()[token] or self._has_ended:
+        if self._has_ended or not 0 <= token < self._vocabulary.size or not self._allowed()[token]:
             raise GrammarError(f"token {token} does not follow by {_named(self._grammar.format)}")
         if token in self._vocabulary.eos_ids:
-            self._has_ended = True
+            self._has_ended, self._now = True, self._vocabulary.ends(self._now)
             return
         if not self._inner.consume_token(token):
-            self._restart(is_worn=True)
+            self._renew()
             if not self._inner.consume_token(token):
                 raise self._broken()
         self._tokens.append(token)
@@ -211,7 +214,7 @@ class Matcher:
         if self._now is None:
             allowed = self._vocabulary.allowed(self._inner)
             if allowed is None:
-                self._restart(is_worn=True)
+                self._renew()
                 allowed = self._vocabulary.allowed(self._inner)
             if allowed is None:
                 raise self._broken()
@@ -219,18 +222,22 @@ class Matcher:
         return self._now
 
     def _allowed_after(self, draft: list[int]) -> np.ndarray | None:
-        size = self._vocabulary.size
-        if self._has_ended or any(not 0 <= token < size or token in self._vocabulary.eos_ids for token in draft):
+        if self._has_ended or not self._may_draft or not all(map(self._vocabulary.may_lead, draft)):
             return None
         taken = self._inner.try_consume_tokens(draft)
         allowed = self._vocabulary.allowed(self._inner) if taken == len(draft) else None
         if self._inner.is_error() or not self._inner.rollback(taken):
-            self._restart()
+            # a dead end or a limit, from which there is no way back; where a limit is near, drafts cost too much
+            self._may_draft = allowed is not None
+            self._inner = self._grammar.start(self._tokens)
         return allowed
 
-    def _restart(self, is_worn: bool = False) -> None:
-        self._inner = self._grammar.start(is_worn)
-        self._inner.consume_tokens(self._tokens)
+    def _renew(self) -> None:
+        # once: a text that needs an automaton of its own again and again would hold up every step
+        if self._may_renew:
+            self._may_renew = False
+            self._grammar.renew()
+            self._inner = self._grammar.start(self._tokens)
 
     def _broken(self) -> GrammarError:
         return GrammarError(f"{_named(self._grammar.format)} is too complex here: {reason(self._inner.get_error())}")

@@ -46,12 +46,22 @@ class Vocabulary:
         bits[self._ends] = inner.is_accepting() or [bits[i] and self._closes(inner, i) for i in self._ends]
         if inner.is_error():  # asking whether it accepts may be what reaches a limit
             # some dead ends are errors there
-            return np.zeros_like(bits) if inner.stop_reason() == "NoExtensionBias" else None
+            return np.zeros_like(bits) if inner.get_error().startswith("NoExtension") else None
         return bits
 
     def is_end(self, allowed: np.ndarray) -> bool:
         """Whether tokens that end a text are all there is."""
         return 0 < np.count_nonzero(allowed) == np.count_nonzero(allowed[self._ends])
+
+    def ends(self, allowed: np.ndarray) -> np.ndarray:
+        """Return the tokens of a mask that end a text, bool `[vocab]`."""
+        only = np.zeros_like(allowed)
+        only[self._ends] = allowed[self._ends]
+        return only
+
+    def may_lead(self, token: int) -> bool:
+        """Whether anything can follow a token: the tokenizer knows it, and it ends no text."""
+        return 0 <= token < self.size and bool(self._known[token]) and token not in self.eos_ids
 
     def _closes(self, inner: Any, token: int) -> bool:
         """Whether the grammar itself names this token as its last."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
+from itertools import combinations
 from reprlib import repr
 from typing import Any
 from urllib.parse import unquote
@@ -37,7 +38,13 @@ _TAKEN = frozenset([*_ONE_SCHEMA, *_SCHEMA_LISTS, *_SCHEMA_MAPS, *_VALUES, *_NOT
 # keywords that ask for nothing with this value
 _IDLE = {"uniqueItems": False, "nullable": False}
 _OPTIONS = "x-guidance"
+# the compiler's own dates have a 29th of February every year
+_REAL_DATE = (
+    "^(?:[0-9]{4}-(?:(?:0[13-9]|1[0-2])-[0-9]{2}|02-(?:[01][0-9]|2[0-8]))|"
+    "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
 _MAX_DEPTH = 60  # the compiler reads 127 levels of JSON, of which a property takes two
+_MAX_PARTS = 100_000
 _MAX_REFERENCES = 1000  # the compiler recurses from one into the next
 _MAX_MULTIPLE = 100_000  # its automaton has a state per remainder: a million take eight seconds to build
 
@@ -48,11 +55,18 @@ def check_schema(schema: Any) -> None:
     Raises:
         UserError: a keyword that is unknown or not supported, with its place and the nearest known one.
     """
-    references = set()
-    for where, node in _nodes(schema):
-        references.add(str(node.get("$ref")))
+    nodes = list(_nodes(schema))
+    places, references = {id(node) for _, node in nodes}, set()
+    for where, node in nodes:
+        references.add(reference := str(node.get("$ref")))
         if len(references) > _MAX_REFERENCES:
             raise UserError(f"response_format: the JSON schema refers to more than {_MAX_REFERENCES} of its parts")
+        target = _pointed(schema, reference)
+        if isinstance(target, Mapping) and id(target) not in places:
+            raise UserError(
+                f"response_format: '$ref'{_at(where)} of the JSON schema leads to {reference!r}, which is no place of "
+                "a schema; put it under '$defs'"
+            )
         for key, value in node.items():
             if not isinstance(key, str):
                 raise UserError(f"response_format: a key of the JSON schema{where} must be text, not {key!r}")
@@ -62,12 +76,18 @@ def check_schema(schema: Any) -> None:
 
 
 def compilable(text: str) -> str:
-    """Return a checked schema's JSON, `oneOf` written as `anyOf` where at most one branch can fit anyway."""
+    """Return a checked schema as JSON that the grammar compiler takes.
+
+    `oneOf` is written as `anyOf` where at most one branch can fit anyway, and dates are those that exist.
+    """
     schema = json.loads(text)
     for _, node in list(_nodes(schema)):
         parts = [(key, value) for key, value in node.items() if not _is_idle(key, value)]
         if "oneOf" in node and "anyOf" not in node and _told_apart(schema, node["oneOf"]):
             parts = [("anyOf" if key == "oneOf" else key, value) for key, value in parts]
+        if node.get("format") in ("date", "date-time"):
+            parts = [*((key, value) for key, value in parts if key != "allOf"),
+                     ("allOf", [*node.get("allOf", ()), {"pattern": _REAL_DATE}])]  # fmt: skip
         node.clear()
         node.update(parts)
     return json.dumps(schema, ensure_ascii=False)
@@ -75,9 +95,12 @@ def compilable(text: str) -> str:
 
 def _nodes(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place and the object of every schema within `schema`, itself first."""
-    waiting = [("", schema, 0)]
+    waiting, count = [("", schema, 0)], 0
     while waiting:
         where, node, depth = waiting.pop()
+        count += 1
+        if count > _MAX_PARTS:
+            raise UserError(f"response_format: the JSON schema has more than {_MAX_PARTS} parts")
         if depth > _MAX_DEPTH:
             raise UserError(f"response_format: the JSON schema is nested more than {_MAX_DEPTH} deep")
         if isinstance(node, bool):
@@ -150,14 +173,17 @@ def _is_idle(key: str, value: Any) -> bool:
 
 
 def _told_apart(root: Any, branches: Sequence[Any]) -> bool:
-    """Whether no value fits two branches: a property that all require has other constants in each."""
+    """Whether no value fits two branches, both of objects: a property that one requires has constants of its own."""
     objects = [_target(root, branch) for branch in branches]
     if not all(isinstance(branch, Mapping) and branch.get("type") == "object" for branch in objects):
         return False
-    names = set.intersection(*(set(map(str, branch.get("required") or ())) for branch in objects)) if objects else ()
-    for name in names:
-        tags = [_constants((branch.get("properties") or {}).get(name)) for branch in objects]
-        if all(tags) and len(set().union(*tags)) == sum(map(len, tags)):
+    return all(_differ(one, other) for one, other in combinations(objects, 2))
+
+
+def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    for name in [*one.get("required", ()), *other.get("required", ())]:
+        ours, theirs = (_constants(branch.get("properties", {}).get(name)) for branch in (one, other))
+        if ours and theirs and not ours & theirs:
             return True
     return False
 
@@ -172,15 +198,26 @@ def _constants(schema: Any) -> frozenset[str]:
 def _target(root: Any, schema: Any) -> Any:
     """Return what a schema's `$ref` into the same document leads to, or the schema itself."""
     for _ in range(16):
-        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+        if not isinstance(schema, Mapping) or "$ref" not in schema:
             return schema
-        pointer = schema["$ref"]
-        if not pointer.startswith("#/"):
-            return None
-        schema = root
-        for part in unquote(pointer[2:]).split("/"):
-            schema = schema.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
+        schema = _pointed(root, str(schema["$ref"]))
     return None
+
+
+def _pointed(root: Any, pointer: str) -> Any:
+    """Return what a JSON pointer within the document leads to, or None."""
+    if not pointer.startswith("#/"):
+        return root if pointer == "#" else None
+    place = root
+    for part in unquote(pointer[2:]).split("/"):
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, Mapping):
+            place = place.get(key)
+        elif isinstance(place, list) and key.isdecimal() and int(key) < len(place):
+            place = place[int(key)]
+        else:
+            return None
+    return place
 
 
 def _at(where: str) -> str:

@@ -36,6 +36,10 @@ _FOREIGN = re.compile(r"^[ \t]*[?!]?[\w-]+[ \t]*\[[^:\n]*?\b(temperature|max_tok
 class ResponseFormat:
     """One format; equal and hashed by content, property order included (it is the order of the output).
 
+    JSON has its properties in the schema's order, and at most 32 blanks in a row between its parts ("x-guidance" in a
+    schema changes that, as llguidance documents). Regular expressions are those of Rust's regex crate, matched against
+    the whole text, without look-around and back-references. The Lark dialect is llguidance's.
+
     Attributes:
         kind: "json_schema", "regex" or "lark".
         text: the schema as JSON, the regular expression, or the grammar.
