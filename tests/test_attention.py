@@ -198,6 +198,9 @@ def test_the_way_decoded_rows_go_is_the_one_meant(monkeypatch):
     used.clear()
     Problem([Part(250, 1)], None).attend(window=40)
     assert used == ["PaddedRows"], "a row that sees little is copied, however long its sequence"
+    used.clear()
+    Problem([Part(250, 1)], None, dtype=torch.bfloat16).attend()
+    assert used == [], "products in halves would round the scores"
 
 
 def test_rows_that_are_not_committed_do_not_exist():
@@ -246,3 +249,10 @@ def test_one_forward_of_one_row_tells_every_architectures_shape(kind):
     shape = probe.shape(config.hidden_size, torch.float32)
     assert shape.layers == {0: (heads, width, width), 1: (heads, width, width)}
     assert probe.window == (6 if kind in ("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe") else None)
+
+
+@pytest.mark.parametrize(("windows", "window"), [({}, None), ({0: 6, 1: None}, None), ({0: 6, 1: 9}, 9)])
+def test_what_no_layer_sees_can_be_dropped(windows, window):
+    probe = ShapeProbe()
+    probe.windows = windows
+    assert probe.window == window
