@@ -75,6 +75,13 @@ def test_dry_penalises_what_the_definitions_say(sampling, prompt, output, extra)
     assert found == pytest.approx(published)
 
 
+def test_the_longest_repetition_counts_not_the_latest():
+    sampling = Sampling(dry_multiplier=0.8, dry_base=2.0)
+    tokens = [3, 1, 2, 4, 0, 1, 2, 4, 3, 1, 2]  # 4 followed 3 1 2 once, and 1 2 later
+    assert dry_of(history_of(sampling, tokens, [], VOCAB)) == {4: 1.6}
+    assert dry_of(history_of(sampling, tokens[:1], tokens[1:], VOCAB)) == {4: 1.6}
+
+
 def test_a_long_loop_is_penalised_up_to_a_length_of_50():
     sampling = Sampling(dry_multiplier=0.5, dry_base=2.0)
     looping = history_of(sampling, [1, 2, 3] * 40, [1, 2, 3] * 40, VOCAB)

@@ -119,7 +119,7 @@ def test_equal_logits_go_to_the_first_when_greedy():
         ([2.0, 1.6, 1.5], [2], [0, 1], {"repetition_penalty": 2, "presence_penalty": 0.5, "frequency_penalty": 0.1}, 2),
         ([2.0, 1.9, 0.0], [], [], {"logit_bias": {0: -0.2}}, 1),
         ([2.0, 1.9, 0.0], [0], [], {"logit_bias": {1: 0.2}, "repetition_penalty": 1.1}, 1),  # 1.82, 2.1
-        ([2.0, 1.9, 0.0], [1], [], {"logit_bias": {1: 0.2}, "repetition_penalty": 1.1}, 0),  # the bias first: 2, 1.91
+        ([2.0, 1.9, 0.0], [1], [], {"logit_bias": {1: 0.29}, "repetition_penalty": 1.1}, 0),  # the bias first: 1.99
         # 1 2 then 0; 1 2 again: 0 would repeat three, so it loses .5 * 2 ** (2 - 2), and .5 * 2 at one more
         ([2.0, 1.6, 0.0], [1, 2, 0], [1, 2], {"dry_multiplier": 0.5, "dry_base": 2}, 1),
         ([2.0, 1.4, 0.0], [1, 2, 0], [1, 2], {"dry_multiplier": 0.5, "dry_base": 2}, 0),
@@ -168,6 +168,8 @@ def test_noise_is_a_function_of_seed_position_and_token_and_of_nothing_else():
     assert torch.equal(noise(9000, 3, 4)[:50], first)
     keys, ids = [(7, 1), (3, 4), (0, 0)], torch.tensor([[49, 3], [2, 17], [0, 1]], dtype=torch.int32)
     assert torch.equal(exponential(ids, keys)[1], first[[2, 17]])
+    # two keys whose first 32 bits of hash are the same
+    assert not torch.equal(noise(50, 38384, 1), noise(50, 65317, 1))
     # neighbours must not be related: seed + 1 at position - 1 is the pair a plain sum would confuse
     others = [noise(50, 3, 5), noise(50, 4, 4), noise(50, 4, 3), noise(50, 2**63 - 1, 4), noise(50, 0, 0)]
     for index, one in enumerate(others):

@@ -138,6 +138,19 @@ def test_a_filter_keeps_the_tokens_that_transformers_keeps(settings, their, step
             assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("filter", [{"top_k": 7}, {"top_p": 0.61}, {"typical_p": 0.61}, {"min_p": 0.09}], ids=str)
+def test_a_filter_keeps_the_same_tokens_however_many_are_looked_at(filter):
+    """Where a cut falls among equal tokens, those of the lowest ids stay."""
+    sampling = Sampling(temperature=1.0, **filter)
+    for seed in range(12):
+        logits = random_logits(seed, step=2.0)[0]
+        with widths():
+            of_all = support(logits, sampling)
+        for few in ((1, 3), (5,), (8, 9, 10), (30,)):
+            with widths(*few):
+                assert support(logits, sampling) == of_all
+
+
 @pytest.mark.parametrize(
     ("settings", "their"),
     [

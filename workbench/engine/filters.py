@@ -102,8 +102,6 @@ def _draw_from_top(
             is_exact = _is_exact(name, values, shares, kept, entropy)
         # what is left shares the whole anew
         shares = entropy = None
-    if width == scores.shape[1]:
-        is_exact = torch.ones_like(is_exact)
     left = values.where(kept, _NONE)
     weights = (left - left.amax(-1, keepdim=True)).exp_().div_(exponential(ids, _keys(questions)))
     return ids.gather(1, weights.argmax(-1, keepdim=True))[:, 0], is_exact
