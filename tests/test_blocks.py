@@ -193,6 +193,16 @@ def test_a_full_cache_gives_contiguous_room_to_a_new_stream():
     assert pool.find(bytes([0, 0])) is None
 
 
+def test_a_stream_that_might_grow_long_does_not_empty_the_cache():
+    pool = pool_of(100)
+    for number in range(100):
+        block = pool.take()
+        pool.publish(block, bytes([number]))
+        pool.release(block)
+    pool.take(None, hint=1000)
+    assert pool.counts.evictions < 20 and pool.num_cached > 80
+
+
 def test_a_pool_has_the_bytes_it_says():
     pool = pool_of(3)
     tensors = [*pool.keys.values(), *pool.values.values(), pool.hidden]

@@ -14,6 +14,7 @@ import torch
 
 BLOCK_TOKENS = 16
 
+_EVICTED_TOGETHER = 16  # at most: one at a time they leave holes, all that a stream might ever need empty the cache
 # states of a block in the map: claimed ones are free too, but lie where some stream is going to grow
 _FREE, _CLAIMED, _USED = 0, 1, 2
 
@@ -124,14 +125,14 @@ class BlockPool:
             after: the stream's last block; the next one is preferred.
             hint: blocks the stream will need, this one included. A stream that cannot go on where it is starts
                 in a gap that holds them, and other streams keep out of the rest as long as they can. When no block is
-                unused, up to so many cached ones are dropped together, least recently used first: streams that were
-                contiguous leave contiguous gaps.
+                unused, some of that many cached ones are dropped together, least recently used first: streams that
+                were contiguous leave contiguous gaps.
         """
         if not self.num_free:
             return None
         hint = max(hint, 1)
         if not self._num_unused:
-            for _ in range(min(hint, len(self._unreferenced))):
+            for _ in range(min(hint, _EVICTED_TOGETHER, len(self._unreferenced))):
                 self._forget(next(iter(self._unreferenced)))
                 self.counts.evictions += 1
         block = self._place(after, hint)
