@@ -132,6 +132,8 @@ def test_what_was_found_is_on_disk_when_the_process_is_stopped(tmp_path, monkeyp
 
     def stopped(setting):
         yield {"ok": True, "op": "first"}
+        # a process that is killed has no time to write
+        assert json.loads((tmp_path / "report.json").read_text())["sections"]["a"]["records"]
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -182,14 +184,20 @@ def test_a_wrong_op_is_named(tmp_path, monkeypatch):
 
 def test_a_replay_that_keeps_old_operands_is_named(tmp_path, monkeypatch):
     right = OPS["bgmv"]
+    section = Section("graphs", "", gpu_kernels.graphs, 1)
+    stale = "a replayed graph does not follow its operands"
+    with monkeypatch.context() as patch:
+        patch.setitem(OPS, "bgmv", replace(right, run=lambda p: right.run(replace(p, x=p.x.clone()))))
+        assert problems(report_of(tmp_path, section)[1]) == [f"graphs: bgmv: {stale}"]
 
-    def frozen(problem):
-        x = problem.x.clone()
-        return right.run(replace(problem, x=x))
+    def once(call, device):
+        made = call().clone()
+        return lambda: None, lambda: made
 
-    monkeypatch.setitem(OPS, "bgmv", replace(right, run=frozen))
-    _, report = report_of(tmp_path, Section("graphs", "", gpu_kernels.graphs, 1))
-    assert problems(report) == ["graphs: bgmv: a replayed graph does not follow its operands"]
+    monkeypatch.setattr(gpu_kernels, "_captured", once)
+    assert problems(report_of(tmp_path, section)[1]) == [f"graphs: {op}: {stale}" for op in OPS]
+    monkeypatch.setattr(gpu_kernels, "_captured", lambda call, device: (lambda: None, lambda: call() + 1))
+    assert all("differs from an eager launch" in each for each in problems(report_of(tmp_path, section)[1]))
 
 
 def test_an_engine_that_mixes_up_adapters_is_named(tmp_path, monkeypatch):
