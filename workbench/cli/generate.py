@@ -18,6 +18,7 @@ _EXAMPLE = """examples:
   workbench generate --mixture demo --prompt 'def main():' --tgt-non-granular-index 4 --trace t.safetensors --json
   workbench generate --base ./model --mixture ./xlora --ordering ./ordering.json --prompt-ids 1,2,3 --json
   workbench generate --chat --prompt 'What is a sonnet?' --temperature 0.8 --top-p 0.9 --seed 1
+  workbench generate --prompt 'A date: ' --response-format '{"type": "regex", "regex": "[0-9]{4}-[01][0-9]"}'
 """
 
 
@@ -77,17 +78,22 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.trace and Path(arguments.trace).suffix != ".safetensors":
         raise UserError(f"--trace {arguments.trace!r}: expected the name of a .safetensors file")
     from workbench.engine import Sampling
-    from workbench.engine.options import policy_of
+    from workbench.engine.options import policy_of, sampling_of
+    from workbench.engine.response_format import ResponseFormat
 
     policy_of(arguments.tgt_non_granular_index, None, arguments.mixture)
     keys = Sampling.__dataclass_fields__
-    sampling = Sampling(**{key: value for key, value in vars(arguments).items() if key in keys and value is not None})
+    given = {key: value for key, value in vars(arguments).items() if key in keys and value is not None}
+    sampling = sampling_of(None, {**given, **dict(arguments.sampling)})
+    if sampling.num_answers > 1:
+        raise UserError("generate prints one answer; for n and best_of use Engine.generate")
+    wanted = ResponseFormat.of(_response_format(arguments.response_format))
     prompt = arguments.prompt if arguments.prompt is not None else arguments.prompt_ids
     if arguments.chat:
         prompt = [{"role": "user", "content": prompt}]
     engine, chosen = load(arguments, prompt, sampling.max_tokens)
     with engine.record("scalings") as recorder:
-        completion = _generate(engine, arguments, prompt, sampling, chosen)
+        completion = _generate(engine, arguments, prompt, {"sampling": sampling, "response_format": wanted, **chosen})
     if completion.error:
         raise UserError(completion.error)
     if arguments.trace:
@@ -140,10 +146,8 @@ def read_config(path: str | None) -> tuple[Any, Any]:
     )
 
 
-def _generate(
-    engine: Engine, arguments: argparse.Namespace, prompt: Any, sampling: Any, chosen: dict[str, str]
-) -> Completion:
-    options = dict(sampling=sampling, tgt_non_granular_index=arguments.tgt_non_granular_index, **chosen)
+def _generate(engine: Engine, arguments: argparse.Namespace, prompt: Any, options: dict[str, Any]) -> Completion:
+    options["tgt_non_granular_index"] = arguments.tgt_non_granular_index
     if arguments.json:
         return engine.generate(prompt, **options)
     pieces = engine.stream(prompt, **options)
@@ -181,6 +185,25 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="N")
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
     add("--ignore-eos", action="store_true", default=None, help="go on past the end-of-sequence token")
+    add("--sampling", metavar="NAME=VALUE", action="append", default=[], type=_setting,
+        help="any other field of Sampling, such as min_tokens=8 or typical_p=0.9")
+    add("--response-format", metavar="JSON",
+        help="what the text must match, as JSON or a file of it: a JSON schema, a regex or a Lark grammar")
+
+
+def _response_format(given: str | None) -> Any:
+    if given is None:
+        return None
+    text = given
+    if not given.lstrip().startswith("{"):
+        try:
+            text = Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            raise UserError(f"--response-format {given!r} is neither a JSON object nor a readable file") from None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"--response-format is no JSON: {error}") from None
 
 
 def _token_ids(text: str) -> list[int]:
