@@ -122,11 +122,11 @@ def test_settings_override_the_mixtures(run, tiny):
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    (["--sampling", "mintokens=3"], "did you mean 'min_tokens'?"),
-    (["--sampling", "n=3"], "generate prints one answer"),
-    (["--response-format", "nofile"], "neither a JSON object nor a readable file"),
-    (["--response-format", "{bad"], "--response-format is no JSON"),
-    (["--response-format", '{"type": "regexp"}'], "did you mean 'regex'?"),
+    (["--prompt-ids", "1", "--sampling", "mintokens=3"], "did you mean 'min_tokens'?"),
+    (["--prompt-ids", "1", "--sampling", "n=3"], "generate prints one answer"),
+    (["--prompt-ids", "1", "--response-format", "nofile"], "neither a JSON object nor a readable file"),
+    (["--prompt-ids", "1", "--response-format", "{bad"], "--response-format is no JSON"),
+    (["--prompt-ids", "1", "--response-format", '{"type": "regexp"}'], "did you mean 'regex'?"),
     (["--prompt-ids", ""], "prompt is empty"),
     (["--prompt", ""], "prompt is empty"),
     (["--prompt-ids", "1,128"], "0 to 127"),
