@@ -76,7 +76,9 @@ def test_text_beyond_the_limits_ends_with_a_sentence(fresh, monkeypatch):
     made, rng = matcher(fresh, regex_format("[ab]*a[ab]{40}")), np.random.default_rng(0)
     with pytest.raises(GrammarError, match="the regular expression is too complex here: lexer error: too many states"):
         for _ in range(600):
+            made.mask()
             made.accept(int(rng.choice(byte_ids("ab"))))
+    assert not made.is_finished and made.mask(byte_ids("a")) is None
     with pytest.raises(GrammarError, match="too complex here"):
         made.mask()
 

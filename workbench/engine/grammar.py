@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.engine.grammar_tokens import Vocabulary, reason
+from workbench.engine.grammar_tokens import Vocabulary, is_dead_end, reason
 from workbench.engine.json_schema import compilable
 from workbench.engine.response_format import JSON_SCHEMA, KINDS, REGEX, ResponseFormat
 from workbench.errors import UserError
@@ -168,8 +168,11 @@ class Matcher:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing may follow but an end-of-sequence token."""
-        return self._has_ended or self._vocabulary.is_end(self._allowed())
+        """Whether nothing may follow but an end-of-sequence token; False where `mask` would raise."""
+        try:
+            return self._has_ended or self._vocabulary.is_end(self._allowed())
+        except GrammarError:
+            return False
 
     def mask(self, after: Sequence[int] = ()) -> Tensor | None:
         """Return which tokens may come next, bool `[vocab]`; do not write into it.
@@ -193,22 +196,20 @@ class Matcher:
         return torch.from_numpy(now)
 
     def accept(self, token: int) -> None:
-        """Go on by one token.
+        """Go on by one token; a limit reached by that shows in the next `mask`.
 
         Raises:
-            GrammarError: it is not one of the mask's (the matcher stays where it was), or a limit was reached.
+            GrammarError: it is not one of the mask's, and the matcher stays where it was.
         """
         if self._has_ended or not 0 <= token < self._vocabulary.size or not self._allowed()[token]:
             raise GrammarError(f"token {token} does not follow by {_named(self._grammar.format)}")
         if token in self._vocabulary.eos_ids:
             self._has_ended, self._now = True, self._vocabulary.ends(self._now)
             return
-        if not self._inner.consume_token(token):
-            self._renew()
-            if not self._inner.consume_token(token):
-                raise self._broken()
         self._tokens.append(token)
         self._now = None
+        if not self._inner.consume_token(token):
+            self._renew()
 
     def _allowed(self) -> np.ndarray:
         if self._now is None:
@@ -227,8 +228,8 @@ class Matcher:
         taken = self._inner.try_consume_tokens(draft)
         allowed = self._vocabulary.allowed(self._inner) if taken == len(draft) else None
         if self._inner.is_error() or not self._inner.rollback(taken):
-            # a dead end or a limit, from which there is no way back; where a limit is near, drafts cost too much
-            self._may_draft = allowed is not None
+            # there is no way back; where a limit is near, drafts cost too much
+            self._may_draft = is_dead_end(self._inner)
             self._inner = self._grammar.start(self._tokens)
         return allowed
 

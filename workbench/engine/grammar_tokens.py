@@ -45,8 +45,7 @@ class Vocabulary:
         # llguidance allows an end in dead ends too, and never an id that the tokenizer lacks
         bits[self._ends] = inner.is_accepting() or [bits[i] and self._closes(inner, i) for i in self._ends]
         if inner.is_error():  # asking whether it accepts may be what reaches a limit
-            # some dead ends are errors there
-            return np.zeros_like(bits) if inner.get_error().startswith("NoExtension") else None
+            return np.zeros_like(bits) if is_dead_end(inner) else None
         return bits
 
     def is_end(self, allowed: np.ndarray) -> bool:
@@ -68,6 +67,11 @@ class Vocabulary:
         # a copy: neither try_consume_tokens nor rollback knows an end-of-sequence token
         ahead = inner.deep_copy()
         return ahead.consume_token(token) and ahead.is_accepting()
+
+
+def is_dead_end(inner: Any) -> bool:
+    """Whether the error of llguidance's matcher says no more than that nothing may follow."""
+    return inner.get_error().startswith("NoExtension")
 
 
 def _load(tokenizer: Any, size: int, ends: list[int]) -> Any:
