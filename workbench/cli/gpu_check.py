@@ -98,6 +98,8 @@ def _device(arguments: argparse.Namespace) -> Any:
     index = name.removeprefix("cuda").lstrip(":") or "0"
     if not index.isdigit() or int(index) >= torch.cuda.device_count():
         raise UserError(f"--device {name!r}: torch finds {torch.cuda.device_count()} CUDA cards, counted from cuda:0")
+    # graphs are captured on the current device
+    torch.cuda.set_device(int(index))
     return torch.device("cuda", int(index))
 
 

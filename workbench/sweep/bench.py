@@ -117,6 +117,9 @@ def table(found: Mapping[str, Any]) -> str:
         f"medians of {first['repeats']} repeats; {found['base']}, {found['dtype']}, {found['gpu'] or found['cpu']}, "
         f"{found['threads']} threads, load {found['load_before']} to {found['load_after']}"
     )
+    if (found["load_before"] or 0) > found["cores"]:
+        lines.append(f"other programs are running (load {found['load_before']} on {found['cores']} cores): the figures "
+                     "are of a busy machine")
     compared = sum(record["checked"]["compared"] for record in found["points"])
     ties = sum(record["checked"]["near_ties"] for record in found["points"])
     lines.append(f"checked: {compared} requests have the tokens they have alone" + (

@@ -128,7 +128,7 @@ def measure_all(
     """Check every point, warm it up, then run all of them by turns, each round in the other order.
 
     Args:
-        points: with different names.
+        points: with different names; their engines' prefix caches off, as every repeat has the same prompts.
         repeats: rounds, at least 1; with fewer than 5 an interval says little.
         progress: called `num_runs(points, repeats)` times with what was done.
 
