@@ -75,7 +75,7 @@ def test_a_third_adapter_gets_its_turn_under_steady_traffic():
 
 def test_a_base_only_batch_makes_no_lora_work(engine, monkeypatch):
     calls = []
-    for op, real in (("sgmv", linear.sgmv), ("mix", linear.mix)):
+    for op, real in (("blend", linear.blend), ("sgmv", linear.sgmv), ("mix", linear.mix)):
         monkeypatch.setattr(linear, op, lambda *given, real=real, op=op: calls.append(op) or real(*given))
     engine.adapters.pin("a0")
     engine.adapters.pin("a1")

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lora_kernels.segments import Segment
+from lora_kernels.blend import weigh
 from workbench.adapters.linear import LoRALinear, Routing
+from workbench.adapters.rows import RowWeights
 from workbench.adapters.slots import SiteTable
 
 
@@ -34,18 +35,17 @@ class LoRAEmbedding(LoRALinear):
     def _rows_of(self, x: Tensor) -> Tensor:
         return x.reshape(-1)
 
-    def _one_hot(self, y: Tensor, x: Tensor, segments: tuple[Segment, ...]) -> Tensor:
-        for start, stop, slot in segments:
-            first, last = self.table.spans.get(slot, (0, 0))
-            if first < last:
-                shrunk = self.table.a[first:last].index_select(1, x[start:stop]).T  # [row, rank]
-                y[start:stop].addmm_(shrunk, self.table.b[first:last], alpha=self.factor)
-        return y
+    def _blend(
+        self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, weights: Tensor | None = None, outside: Tensor | None = None
+    ) -> Tensor:
+        shrunk = a.index_select(1, x).T  # [row, rank]
+        return y.addmm_(weigh(shrunk, weights, outside), b, alpha=self.factor)
+
+    def _one_hot(self, y: Tensor, x: Tensor, rows: RowWeights) -> None:
+        for start, stop, slot in rows.one_hot:
+            a, b, _ = self.table.mixture((slot,))
+            self._blend(y[start:stop], x[start:stop], a, b)
 
     def _mix(self, y: Tensor, x: Tensor, slots: tuple[int, ...], weights: Tensor) -> Tensor:
         a, b, owner = self.table.mixture(slots)
-        if len(a):
-            per_rank = weights.float().index_select(1, owner)  # [row, rank]
-            shrunk = a.index_select(1, x).T.float().mul(per_rank).to(y.dtype)
-            y.addmm_(shrunk, b, alpha=self.factor)
-        return y
+        return self._blend(y, x, a, b, weights.float().index_select(1, owner))

@@ -7,13 +7,19 @@ were loaded one after the other is one slice too. Loading and unloading move no 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lora_kernels.segments import SpanTable
+from workbench.adapters.columns import Columns, Shape, columns_of, shape_of
 from workbench.adapters.model import LoRAModel
+from workbench.errors import UserError
 
 _FIRST_RANKS = 16  # rank rows a site's stack starts with; it grows by doubling
+_MOST_SETS = 32  # sets of slots that a site remembers
 
 
 @dataclass
@@ -21,7 +27,7 @@ class SiteTable:
     """Stacked factors of one site.
 
     Attributes:
-        a: `[capacity, in]`, compute dtype; rows outside every span are zero or stale, and read by nothing.
+        a: `[capacity, in]`, compute dtype; rows outside every span are zero or stale, but finite.
         b: `[capacity, out]`, compute dtype.
         spans: slot -> `(first, last)` rank rows.
         gains: slot -> float32 `[out]`, by which a DoRA adapter multiplies the base's output.
@@ -29,8 +35,10 @@ class SiteTable:
 
     a: Tensor
     b: Tensor
-    spans: dict[int, tuple[int, int]] = field(default_factory=dict)
+    spans: SpanTable = field(default_factory=SpanTable)
     gains: dict[int, Tensor] = field(default_factory=dict)
+    _made: dict[tuple[int, ...], Columns] = field(default_factory=dict, repr=False)
+    _shapes: dict[tuple[int, ...], Shape] = field(default_factory=dict, repr=False)
     _mixtures: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     def put(self, slot: int, a: Tensor, b: Tensor) -> None:
@@ -40,18 +48,42 @@ class SiteTable:
         if last > self.a.shape[0]:
             capacity = max(last, 2 * self.a.shape[0], _FIRST_RANKS)
             self.a, self.b = _grown(self.a, capacity), _grown(self.b, capacity)
+            # views would keep the old stacks in memory
+            self._made.clear()
             self._mixtures.clear()
         # from page-locked memory the copy runs beside the host's work; its order with later kernels is the stream's
         self.a[first:last].copy_(a, non_blocking=True)
         self.b[first:last].copy_(b, non_blocking=True)
-        self.spans[slot] = (first, last)
+        self.spans.set(slot, first, last)
         self._forget(slot)
 
     def drop(self, slot: int) -> None:
         """Free one adapter's rows; unknown slots are no error (the site had no delta)."""
         self.gains.pop(slot, None)
-        if self.spans.pop(slot, None) is not None:
+        if slot in self.spans:
+            self.spans.drop(slot)
             self._forget(slot)
+
+    def shape(self, slots: tuple[int, ...]) -> Shape:
+        """Return the ranks that these slots have here, and the site's width."""
+        found = self._shapes.get(slots)
+        if found is None:
+            ranks = tuple((slot, last - first) for slot, (first, last) in self._here(slots))
+            self._make_room(self._shapes)
+            found = self._shapes[slots] = shape_of(ranks, self.a.shape[1] + self.b.shape[1])
+        return found
+
+    def columns(self, slots: tuple[int, ...]) -> Columns:
+        """Return the stacked factors of several adapters, in the order in which they lie here; may have holes."""
+        found = self._made.get(slots)
+        if found is None:
+            found = columns_of(self.a, self.b, self._here(slots))
+            self._make_room(self._made)
+            # copies never take more memory than the stacks
+            if sum(each.num_bytes for each in self._made.values()) + found.num_bytes > self.num_bytes:
+                self._made.clear()
+            self._made[slots] = found
+        return found
 
     def mixture(self, slots: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Return `(a, b, owner)` of several adapters in the given order; views when they lie side by side.
@@ -59,24 +91,31 @@ class SiteTable:
         `owner` is int64 `[rank]`: position in `slots` of each rank row's adapter. Adapters without a delta at this
         site have no rank rows.
         """
-        if slots not in self._mixtures:
-            here = [(index, self.spans[slot]) for index, slot in enumerate(slots) if slot in self.spans]
-            lengths = torch.tensor([last - first for _, (first, last) in here], dtype=torch.int64)
-            owner = torch.repeat_interleave(torch.tensor([index for index, _ in here], dtype=torch.int64), lengths)
-            side_by_side = all(left[1][1] == right[1][0] for left, right in zip(here, here[1:], strict=False))
-            if here and side_by_side:
-                rows = slice(here[0][1][0], here[-1][1][1])
-                a, b = self.a[rows], self.b[rows]
-            else:
-                index = torch.cat([torch.arange(first, last) for _, (first, last) in here] or [owner])
-                a, b = self.a[index.to(self.a.device)], self.b[index.to(self.b.device)]
-            self._mixtures[slots] = (a, b, owner.to(self.a.device))
-        return self._mixtures[slots]
+        found = self._mixtures.get(slots)
+        if found is None:
+            self._make_room(self._mixtures)
+            found = self._mixtures[slots] = self._in_order(slots)
+        return found
+
+    def _in_order(self, slots: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        here = [(index, self.spans[slot]) for index, slot in enumerate(slots) if slot in self.spans]
+        owner = torch.tensor([index for index, (first, last) in here for _ in range(first, last)], dtype=torch.int64)
+        if here and all(left[1] == right[0] for (_, left), (_, right) in pairwise(here)):
+            a, b = (stack[here[0][1][0] : here[-1][1][1]] for stack in (self.a, self.b))
+        else:
+            spans = [span for _, span in here] or [(0, 0)]
+            a, b = (torch.cat([stack[first:last] for first, last in spans]) for stack in (self.a, self.b))
+        if self.a.is_cuda:
+            owner = owner.pin_memory()
+        return a, b, owner.to(self.a.device, non_blocking=True)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the stacks, unused capacity included."""
         return sum(stack.numel() * stack.element_size() for stack in (self.a, self.b))
+
+    def _here(self, slots: tuple[int, ...]) -> list[tuple[int, tuple[int, int]]]:
+        return [(slot, self.spans[slot]) for slot in slots if slot in self.spans]
 
     def _gap(self, size: int) -> int:
         at = 0
@@ -87,9 +126,16 @@ class SiteTable:
         return at
 
     def _forget(self, slot: int) -> None:
-        # a mixture that names the slot holds its rows, or the fact that it had none here
-        for slots in [slots for slots in self._mixtures if slot in slots]:
-            del self._mixtures[slots]
+        # a set that names the slot holds its rows, or the fact that it had none here
+        for made in (self._made, self._shapes, self._mixtures):
+            for slots in [slots for slots in made if slot in slots]:
+                del made[slots]
+
+    @staticmethod
+    def _make_room(made: dict[tuple[int, ...], Any]) -> None:
+        # sets of slots are as many as the batches that requests happen to form
+        while len(made) >= _MOST_SETS:
+            del made[next(iter(made))]
 
 
 class SlotTable:
@@ -110,13 +156,18 @@ class SlotTable:
 
     @torch.inference_mode(False)  # a stack made inside a step could not be written outside of one
     def put(self, adapter: LoRAModel) -> int:
-        """Load an adapter that fits the base (`LoRAModel.fit`) into the lowest free slot and return the slot."""
+        """Load an adapter that fits the base (`LoRAModel.fit`) into the lowest free slot and return the slot.
+
+        Raises:
+            UserError: on a CPU, factors that the compute dtype turns into infinity.
+        """
         assert not adapter.magnitudes, f"adapter {adapter.name!r} has not met its base's weights"
         slot = next(i for i in range(len(self.adapters) + 1) if i not in self.adapters)
         try:
             for site in adapter.sites:
                 a, b = adapter.a[site], adapter.b[site]
                 table = self.site(site, a.shape[1], b.shape[1])
+                self._require_finite(adapter, site)
                 table.put(slot, a, b)
                 if site in adapter.gains:
                     table.gains[slot] = adapter.gains[site].to(self.device)
@@ -126,6 +177,14 @@ class SlotTable:
             raise
         self.adapters[slot] = adapter
         return slot
+
+    def _require_finite(self, adapter: LoRAModel, site: str) -> None:
+        # on a CPU other adapters' rows meet these rank rows, with weight 0; in float32 it was checked at reading
+        if self.device.type != "cpu" or self.dtype == torch.float32:
+            return
+        if not adapter.b[site].to(self.dtype).isfinite().all():
+            what = f"adapter {adapter.name!r}: lora_B of {site!r} times its scale"
+            raise UserError(f"{what} is too large for {self.dtype}")
 
     def drop(self, slot: int) -> None:
         """Empty a slot."""
