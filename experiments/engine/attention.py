@@ -23,7 +23,7 @@ LAYERS, HEADS, KV_HEADS, WIDTH, HIDDEN = 30, 9, 3, 64, 576
 NEVER, ALWAYS = -1, 1 << 30
 # way -> the longest sequence that is copied, and how short a span counts as decoded
 WAYS = {"a call per row": (NEVER, 0), "padded copy": (ALWAYS, 2), "in place": (NEVER, 2)}
-RESULTS = Path(__file__).parent / "attention.json"
+RESULTS = Path(__file__).parent / "results" / "attention.json"
 
 
 class Step:
@@ -97,6 +97,7 @@ def main() -> None:
             print(f"{label:48}" + "".join(f"{times[way]:16.2f}" for way in WAYS), flush=True)
     old = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     kept = [each for each in old if each["threads"] != options.threads]
+    RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(kept + results, indent=1) + "\n")
 
 

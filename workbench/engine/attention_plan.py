@@ -21,7 +21,7 @@ from workbench.engine.decode import ExtentRows, PaddedRows, SeenRow
 _DECODE_ROWS = 2  # a span of so few rows is decoded: one row, or one and a draft
 # longest sequence, in tokens, that is copied to attend to many at once: a copy then costs less than a call for each
 # (experiments/engine/README.md)
-_PADDED_TOKENS = 128
+_PADDED_TOKENS = 192
 
 
 @dataclass(frozen=True, eq=False)
