@@ -6,14 +6,13 @@ What the settings mean, in the order they act, is in `choosing.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from workbench.errors import UserError, names
 
@@ -212,22 +211,6 @@ class DryBreakers:
                 )
             self._found[text] = found
         return self._found[text]
-
-
-def choose(
-    logits: Tensor, sampling: Sampling, prompt: Sequence[int], output: Sequence[int], seed: int
-) -> tuple[int, float]:
-    """Return the next token of one request and its log-probability; `choosing.choose_batch` does many at once."""
-    from workbench.engine.choosing import Question, choose_batch
-    from workbench.engine.history import History
-
-    history = History(sampling, prompt, len(logits))
-    for token in output:
-        history.push(token)
-    (answer,) = choose_batch(logits[None], [Question(sampling, history, seed)])
-    if isinstance(answer, Exception):
-        raise answer
-    return answer.token, answer.logprob
 
 
 def _number(name: str, value: Any, kind: type, fits: Callable[[Any], bool], wanted: str) -> int | float:

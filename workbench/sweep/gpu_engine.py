@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -82,16 +81,11 @@ def engine_of(model: nn.Module, label: str, dtype: str, device: torch.device, **
         dtype, device: of its weights.
         **options: fields of `EngineConfig`.
     """
-    settings = {"dtype": dtype, "device": str(device), **options}
-    if "prefix_cache" in {item.name for item in fields(EngineConfig)}:
-        settings["prefix_cache"] = False
-    config, context = EngineConfig(**settings), context_of(model.config)
-    info = BaseInfo(config, Path(), label, model.config, Prompts(None, model.config.vocab_size, context, label),
-                    frozenset())
+    config = EngineConfig(**{"dtype": dtype, "device": str(device), "prefix_cache": False, **options})
+    prompts = Prompts(None, model.config.vocab_size, context_of(model.config), label)
+    info = BaseInfo(config, Path(), label, model.config, prompts, frozenset())
     _register_attention()
-    # an engine reads its base from a folder; 14 GB of random numbers need not see a disk
-    with mock.patch.object(BaseModel, "load", lambda *_, **__: BaseModel(model, label, config.max_len)):
-        return Engine(info=info, lora=LoRAConfig())
+    return Engine(info=info, model=BaseModel(model, label, config.max_len), lora=LoRAConfig())
 
 
 def _register_attention() -> None:
