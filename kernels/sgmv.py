@@ -112,7 +112,7 @@ def sgmv(
     check_no_gradient("sgmv", y, x, a, b)
     plan = plan if is_plan else plan_rows(plan, x.shape[0], x.device)
     spans = spans if isinstance(spans, SpanTable) else SpanTable(spans)
-    if plan.segments and y.size(1):
+    if plan.segments and y.shape[1] and x.shape[1]:
         _launch(y, x, a, b, plan, spans)
     return y
 

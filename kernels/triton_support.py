@@ -56,7 +56,8 @@ class Launch:
         label: op and stage, "bgmv.shrink".
         kernel: the jit function.
         grid: programs along each axis.
-        args: value of each argument in order; tensors, ints, and the constexprs at the end.
+        args: the arguments in order: tensors and numbers.
+        blocks: the constexprs, which follow them.
         options: num_warps and num_stages.
     """
 
@@ -80,7 +81,7 @@ class Launch:
     @property
     def attrs(self) -> dict[tuple[int], list]:
         """Divisibility by 16, of pointers (torch aligns them) and of ints that have it."""
-        aligned = (isinstance(v, Tensor) or (v != 1 and v % 16 == 0) for v in self.args.values())
+        aligned = (isinstance(v, Tensor) or (isinstance(v, int) and v % 16 == 0) for v in self.args.values())
         return {(i,): [["tt.divisibility", 16]] for i, is_aligned in enumerate(aligned) if is_aligned}
 
     @property
@@ -92,6 +93,8 @@ class Launch:
 def _type(value: object) -> str:
     if isinstance(value, Tensor):
         return _POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
     if value == 1:
         return "constexpr"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
