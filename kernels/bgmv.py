@@ -115,7 +115,6 @@ def bgmv(y: Tensor, x: Tensor, a: Tensor, b: Tensor, plan: RowPlan, spans: SpanT
     if not runs_triton(x):
         return add_by_segment(y, x, a, b, plan.segments, spans)
     check_no_gradient("bgmv", y, x, a, b)
-    spans = spans if isinstance(spans, SpanTable) else SpanTable(spans)
     if plan.segments and spans.max_rank and y.shape[1] and x.shape[1]:
         _launch(y, x, a, b, plan, spans)
     return y

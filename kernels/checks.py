@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lora_kernels.segments import RowPlan, Segment
+from lora_kernels.segments import RowPlan, SpanTable
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -93,31 +93,20 @@ def _explain(op: str, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
         raise ValueError(f"{op}: rows of y are {y.stride(0)} elements apart, but {y.shape[1]} long: they share memory")
 
 
-def check_plan(op: str, plan: RowPlan, spans: Mapping[int, tuple[int, int]], x: Tensor, a: Tensor) -> None:
+def check_plan(op: str, plan: RowPlan, spans: SpanTable, x: Tensor, a: Tensor) -> None:
     """Check that a plan is one of these rows, and that every span lies in the stacked factors.
 
     Raises:
         ValueError: naming the op and what does not fit.
     """
+    if plan.num_rows == x.shape[0] and plan.slot_of_row.device == x.device and spans.stop <= a.shape[0]:
+        return
     if plan.num_rows != x.shape[0]:
         raise ValueError(f"{op}: the plan has {plan.num_rows} rows, but x has {x.shape[0]}")
-    if plan.slot_of_row.device != x.device:
+    if plan.device != x.device:
         raise ValueError(f"{op}: the plan is on {plan.device}, but x is on {x.device}; make the plan for that device")
-    stop = getattr(spans, "stop", None)
-    if stop is None or stop > a.shape[0]:
-        check_spans(op, plan.segments, spans, a.shape[0])
-
-
-def check_spans(op: str, segments: tuple[Segment, ...], spans: Mapping[int, tuple[int, int]], num_ranks: int) -> None:
-    """Check the spans one by one.
-
-    Raises:
-        ValueError: naming the slot and its span.
-    """
-    for slot in dict.fromkeys([slot for _, _, slot in segments] + list(spans)):
-        first, last = spans.get(slot, (0, 0))
-        if not 0 <= first <= last <= num_ranks:
-            raise ValueError(f"{op}: slot {slot} spans rank rows {first} to {last}, but a has {num_ranks}")
+    slot, (first, last) = next(item for item in spans.items() if item[1][1] == spans.stop)
+    raise ValueError(f"{op}: slot {slot} spans rank rows {first} to {last}, but a has {a.shape[0]}")
 
 
 def check_no_gradient(op: str, *operands: Tensor) -> None:

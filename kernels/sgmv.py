@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from lora_kernels.checks import Cost, check_no_gradient, check_plan, check_rows, check_spans, one_hot_cost
-from lora_kernels.segments import RowPlan, Segment, SpanTable, check_segments, plan_rows
+from lora_kernels.checks import Cost, check_no_gradient, check_plan, check_rows, one_hot_cost
+from lora_kernels.segments import RowPlan, Segment, SpanTable
 from lora_kernels.tiles import buffer_for, cut, expand_tile, shrink_tile, sum_splits
 from lora_kernels.triton_support import jit, launch, runs_triton, tl
 
@@ -83,9 +83,7 @@ def _expand_kernel(
     )  # fmt: skip
 
 
-def sgmv(
-    y: Tensor, x: Tensor, a: Tensor, b: Tensor, plan: RowPlan | tuple[Segment, ...], spans: SpanTable | Spans
-) -> Tensor:
+def sgmv(y: Tensor, x: Tensor, a: Tensor, b: Tensor, plan: RowPlan, spans: SpanTable) -> Tensor:
     """Add each row's adapter delta to y in place and return y.
 
     Args:
@@ -93,25 +91,17 @@ def sgmv(
         x: `[row, in]`, its input.
         a: `[rank, in]`, stacked A factors of the site's adapters.
         b: `[rank, out]`, stacked B factors, transposed and scaled.
-        plan: the segments of the rows, as a plan or (planned here, at every call) as they are; rows in none of them
-            are left alone, bitwise.
+        plan: the segments of the rows; base rows are left alone, bitwise.
         spans: rank rows of each slot. A slot without a span has no delta at this site.
 
     Raises:
-        ValueError: operands, segments or spans that do not fit, or a gradient that would be lost.
+        ValueError: operands, plan or spans that do not fit, or a gradient that would be lost.
     """
     check_rows("sgmv", y, x, a, b)
-    is_plan = isinstance(plan, RowPlan)
-    if is_plan:
-        check_plan("sgmv", plan, spans, x, a)
-    else:
-        check_segments("sgmv", plan, x.shape[0])
-        check_spans("sgmv", plan, spans, a.shape[0])
+    check_plan("sgmv", plan, spans, x, a)
     if not runs_triton(x):
-        return add_by_segment(y, x, a, b, plan.segments if is_plan else plan, spans)
+        return add_by_segment(y, x, a, b, plan.segments, spans)
     check_no_gradient("sgmv", y, x, a, b)
-    plan = plan if is_plan else plan_rows(plan, x.shape[0], x.device)
-    spans = spans if isinstance(spans, SpanTable) else SpanTable(spans)
     if plan.segments and y.shape[1] and x.shape[1]:
         _launch(y, x, a, b, plan, spans)
     return y
