@@ -8,6 +8,7 @@ import byte_engine
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from models import byte_ids
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as token_models
 from transformers import PreTrainedTokenizerFast
@@ -51,10 +52,10 @@ def tokenizer(template: str) -> PreTrainedTokenizerFast:
 class Scripted:
     """Stands for an engine: it answers what it is told to, and keeps the prompts it got."""
 
-    def __init__(self, template: str, *answers, eos_ids=frozenset([END])):
-        self.tokenizer, self.eos_ids = tokenizer(template), eos_ids
+    def __init__(self, template: str):
+        self.tokenizer = tokenizer(template)
         self.prompts = Prompts(self.tokenizer, len(self.tokenizer), 10_000, "tiny")
-        self.answers, self.asked, self.options = list(answers), [], []
+        self.answers, self.asked, self.options = [], [], []
 
     def generate(self, ids, **options) -> Completion:
         self.asked.append(list(ids))
@@ -70,7 +71,7 @@ class Scripted:
         """Add an answer of these tokens (or texts of one token each)."""
         ids = tuple(self.tokenizer.convert_tokens_to_ids(i) if isinstance(i, str) else i for i in ids)
         text = self.tokenizer.decode(ids, skip_special_tokens=True) if text is None else text
-        reason = reason or ("stop" if ids and ids[-1] in self.eos_ids else "length")
+        reason = reason or ("stop" if END in ids[-1:] else "length")
         self.answers.append(Completion("r", text, ids, (0.0,) * len(ids), reason, NOTHING))
 
     def whole(self, messages) -> list[int]:
@@ -79,8 +80,7 @@ class Scripted:
 
 def two_turns(template: str, *ids, **how) -> tuple[Scripted, Chat, list[int]]:
     """Return engine, chat, and the tokens of the first turn, after two of which the first was answered with `ids`."""
-    eos_ids = how.pop("eos_ids", frozenset([END]))
-    engine = Scripted(template, eos_ids=eos_ids)
+    engine = Scripted(template)
     engine.answer(*ids, **how)
     engine.answer("x", END)
     chat = Chat(engine, "be terse")
@@ -186,7 +186,7 @@ def test_messages_undo_and_reset():
         chat.undo()
 
 
-@pytest.mark.parametrize("reason", ["error", "cancelled"])
+@pytest.mark.parametrize("reason", ["error", "cancelled", "deadline"])
 def test_a_turn_that_fails_leaves_the_history_as_it_was(reason):
     engine = Scripted(CHATML)
     engine.answer("a", END)
@@ -269,6 +269,19 @@ def test_whoever_answers_goes_on_from_the_same_tokens(engine, monkeypatch):
         alone = generate(prompts[-1], max_tokens=4, ignore_eos=True, **who)
         assert alone.token_ids == done.token_ids
         ids = [*prompts[-1], *done.token_ids]
+
+
+@pytest.mark.parametrize("who", [{}, {"adapter": "a"}, {"mixture": "mix"}], ids=str)
+def test_the_prefix_cache_holds_the_turns_before(engine, who):
+    # random weights say half characters, which no text keeps
+    letters = dict.fromkeys(byte_ids("abcdefgh"), 100.0)
+    chat, known = Chat(engine, max_tokens=12, ignore_eos=True, logit_bias=letters, **who), 0
+    for text in ("hello", "and then?", "why?"):
+        done = chat.say(text)
+        # whole blocks of 16 tokens; the last token that was generated was never an input, the one before it just once
+        assert max(0, known - 2) // 16 <= done.cached_tokens // 16 <= max(0, known - 1) // 16
+        known = done.usage.total_tokens
+    assert known > 48
 
 
 # what cannot be meant

@@ -1,7 +1,7 @@
 """Chat: a conversation that remembers its turns, and goes on from the very tokens that were generated.
 
-Contract: the history changes only when a turn is complete; one that is refused, fails or is cancelled leaves it as it
-was.
+Contract: the history changes only when a turn is complete; one that is refused, fails, is cancelled or comes too late
+leaves it as it was.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Chat:
     def say(self, text: str, **override: Any) -> Completion:
         """Say something and return the answer.
 
-        An answer whose `finish_reason` is "error" or "cancelled" leaves the history as it was; one cut off by
-        `max_tokens` is part of it.
+        An answer whose `finish_reason` is "error", "cancelled" or "deadline" leaves the history as it was; one cut off
+        by `max_tokens` is part of it. With `n`, the likeliest answer is the one that is remembered.
 
         Args:
             text: the user's next message.
@@ -135,11 +135,11 @@ class Chat:
         whole = self.engine.prompts.encode(messages, 0)
         tokenizer = self.engine.tokenizer
         prompt_text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        kept = continued(self.engine, self._turns[-1], prompt_text, whole) if self._turns else None
+        kept = continued(tokenizer, self._turns[-1], prompt_text, whole) if self._turns else None
         return prompt_text, whole if kept is None else kept
 
     def _keep(self, text: str, prompt_text: str, ids: list[int], done: Completion) -> None:
-        if done.finish_reason not in ("error", "cancelled"):
+        if done.finish_reason in ("stop", "length"):
             self._turns.append(_Turn(text, done.text, prompt_text, (*ids, *done.token_ids)))
 
     def _options(self, override: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,36 +151,29 @@ class Chat:
         return {**{key: value for key, value in self.options.items() if key not in dropped}, **override}
 
 
-def continued(engine: Engine, turn: _Turn, prompt_text: str, whole: Sequence[int]) -> list[int] | None:
+def continued(tokenizer: Any, turn: _Turn, prompt_text: str, whole: Sequence[int]) -> list[int] | None:
     """Return the tokens of a prompt that goes on from those of a turn, or None where it does not.
 
     Args:
-        engine: whose tokenizer and end tokens count.
+        tokenizer: the engine's.
         turn: the last one.
         prompt_text: the template's text of the new prompt.
         whole: its tokens, encoded at once: what the answer must say, and how the new part must be cut into tokens.
     """
-    tokenizer, said = engine.tokenizer, turn.assistant
+    said, ids = turn.assistant, list(turn.ids)
     starts = [turn.prompt_text + text for text in (said, said.rstrip(), said.lstrip(), said.strip())]
     start = next((text for text in starts if prompt_text.startswith(text)), None)
     if start is None:
         return None
-    ids, rest = list(turn.ids), prompt_text[len(start) :]
-    if ids[-1] in engine.eos_ids:
-        end = tokenizer.decode(ids[-1:])
-        if rest.startswith(end):
-            rest = rest[len(end) :]
-        else:
-            # the template ends answers in its own way: the token that ended this one is no part of the history
-            ids.pop()
-    new = _encoded(tokenizer, rest)
-    if list(whole[len(whole) - len(new) :]) != new or _spoken(tokenizer, ids + new) != _spoken(tokenizer, whole):
+    new = list(tokenizer(prompt_text[len(start) :], add_special_tokens=False)["input_ids"])
+    if list(whole[len(whole) - len(new) :]) != new:
         return None
-    return ids + new
-
-
-def _encoded(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    wanted = _spoken(tokenizer, whole)
+    # the token that ended an answer is no part of its text: the template writes it, or another in its place
+    for kept in (ids, ids[:-1]):
+        if _spoken(tokenizer, kept + new) == wanted:
+            return kept + new
+    return None
 
 
 def _spoken(tokenizer: Any, ids: Sequence[int]) -> str:
