@@ -119,11 +119,11 @@ def _launch(y: Tensor, x: Tensor, a: Tensor, b: Tensor, owner: Tensor, weights: 
         cuts.shrink, **cuts.shrink_options,
     )  # fmt: skip
     if cuts.sum_first:
-        sum_splits("mix", h)
+        h = sum_splits("mix", h)
     launch(
         "mix.expand", _expand_kernel, (num_tiles, cuts.out_tiles),
         (y, b, h, y.stride(0), b.stride(0), h.stride(1), h.stride(0), num_rows, rank,
-         1 if cuts.sum_first else cuts.splits, y.shape[1]),
+         len(h), y.shape[1]),
         cuts.expand, **cuts.expand_options,
     )  # fmt: skip
 

@@ -122,11 +122,11 @@ def _launch(y: Tensor, x: Tensor, a: Tensor, b: Tensor, plan: RowPlan, spans: Sp
         cuts.shrink, **cuts.shrink_options,
     )  # fmt: skip
     if cuts.sum_first:
-        sum_splits("sgmv", h)
+        h = sum_splits("sgmv", h)
     launch(
         "sgmv.expand", _expand_kernel, (len(plan.tiles), cuts.out_tiles),
         (y, b, plan.tiles, table, h, y.stride(0), b.stride(0), h.stride(1), h.stride(0), len(table),
-         1 if cuts.sum_first else cuts.splits, y.shape[1]),
+         len(h), y.shape[1]),
         cuts.expand, **cuts.expand_options,
     )  # fmt: skip
 

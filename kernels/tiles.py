@@ -1,7 +1,7 @@
 """tiles: what sgmv and mix share: products of a tile of rows with factors, and how the work is cut into programs.
 
     shrink   h[split, t, k] = sum of x[t, i] a[k, i] over the split's i        float32 partial sums
-    sum      h[0, t, k] = h[0, t, k] + h[1, t, k] + ...                        in a fixed order: a replay equals a run
+    sum      h[t, k] = h[0, t, k] + h[1, t, k] + ...                           in a fixed order: a replay equals a run
     expand   y[t] += sum over k of h[t, k] b[k]                                rounded to y's dtype once
 
 A shrink has few outputs and long sums: without splits a card of 132 multiprocessors would run a handful of programs.
@@ -69,13 +69,13 @@ def expand_tile(
 
 
 @jit
-def _sum_kernel(h_ptr, split_stride, num_splits, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """Leave the sum over splits in the first one; every program owns its elements."""
+def _sum_kernel(h_ptr, total_ptr, split_stride, num_splits, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """total[t, k] = h[0, t, k] + h[1, t, k] + ..., over all rows and ranks as one line."""
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     split = tl.arange(0, SPLITS)
     parts = h_ptr + split.to(tl.int64)[:, None] * split_stride + element[None, :]
     total = tl.sum(tl.load(parts, (split < num_splits)[:, None] & (element < split_stride)[None, :], 0.0), axis=0)
-    tl.store(h_ptr + element, total, element < split_stride)
+    tl.store(total_ptr + element, total, element < split_stride)
 
 
 class Cut(NamedTuple):
@@ -166,11 +166,12 @@ def buffer_for(splits: int, num_rows: int, max_rank: int, device: torch.device) 
     return torch.empty(splits, num_rows, div(max_rank, _ALIGN) * _ALIGN, dtype=torch.float32, device=device)
 
 
-def sum_splits(op: str, h: Tensor) -> None:
-    """Leave the sum over splits in h[0]."""
-    elements = h.stride(0)
+def sum_splits(op: str, h: Tensor) -> Tensor:
+    """Return the sum over splits, `[1, row, rank]`."""
+    total, elements = torch.empty_like(h[:1]), h.stride(0)
     grid, blocks = (div(elements, _SUM_BLOCK),), {"BLOCK": _SUM_BLOCK, "SPLITS": power_of_2(len(h))}
-    launch(f"{op}.sum", _sum_kernel, grid, (h, elements, len(h)), blocks, num_warps=4, num_stages=1)
+    launch(f"{op}.sum", _sum_kernel, grid, (h, total, elements, len(h)), blocks, num_warps=4, num_stages=1)
+    return total
 
 
 def div(count: int, size: int) -> int:

@@ -80,13 +80,14 @@ def name(case: dict) -> str:
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """Fill every new uninitialised float tensor with NaN."""
-    empty = torch.empty
+    for name in ("empty", "empty_like"):
+        inner = getattr(torch, name)
 
-    def poisoned(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(math.nan) if tensor.is_floating_point() and not tensor.is_meta else tensor
+        def poisoned(*args, inner=inner, **kwargs):
+            tensor = inner(*args, **kwargs)
+            return tensor.fill_(math.nan) if tensor.is_floating_point() and not tensor.is_meta else tensor
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+        monkeypatch.setattr(torch, name, poisoned)
 
 
 @pytest.fixture(autouse=True)
