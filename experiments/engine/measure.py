@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from workbench import Engine
-from workbench.sweep.measure import cpu_name
+from workbench.sweep.machine import cpu_name
 
 RESULTS = Path(__file__).parent / "results" / "measure.json"
 WHO: dict[str, dict[str, Any]] = {"base": {}, "lora": {"adapter": "python"}, "xlora": {"mixture": "demo"}}
@@ -146,11 +146,13 @@ class Stopwatch:
 
     def summary(self) -> dict[str, float]:
         """Return median milliseconds of each part, and the share of the engine's own Python in a step."""
-        medians = {name: 1000 * statistics.median(times) for name, times in self._spent.items()}
-        rest = medians["step"] - sum(medians.get(name, 0.0) for name in self.PARTS)
-        own = medians["next_batch"] + medians["commit"] + rest
-        found = {f"{name}_ms": round(value, 3) for name, value in medians.items()}
-        return {**found, "rest_ms": round(rest, 3), "own_share": round(own / medians["step"], 4)}
+        steps = [dict(zip(self._spent, times, strict=True)) for times in zip(*self._spent.values(), strict=True)]
+        torch_work = ("hidden", "logits", "classifier", "sampler")
+        own = [step["step"] - sum(step[name] for name in torch_work) for step in steps]
+        shares = [mine / step["step"] for mine, step in zip(own, steps, strict=True)]
+        medians = {f"{name}_ms": round(1000 * statistics.median(times), 3) for name, times in self._spent.items()}
+        return {**medians, "own_ms": round(1000 * statistics.median(own), 3),
+                "own_share": round(statistics.median(shares), 4)}  # fmt: skip
 
     def _timed(self, name: str):
         inner = self._inner[name]
