@@ -74,6 +74,13 @@ def engine(shelf):
         yield made
 
 
+def run(engine, prompt: str, **options):
+    """Step until a request has ended, and return it; nothing else steps this engine."""
+    request = engine.enqueue(prompt, **options)
+    finish(engine, request)
+    return request
+
+
 def options_of(case: tuple) -> dict:
     who, kind, temperature, seed = case
     wanted = {"response_format": FORMATS[kind]} if kind else {"ignore_eos": True}
@@ -98,8 +105,7 @@ def test_in_any_mixed_batch_each_text_fits_and_is_what_it_is_alone(bitwise, case
             check(kind, request.output.text)
         elif kind:
             assert request.finish_reason == "length" and len(request.generated) == 90, (who, kind)
-        alone = bitwise.enqueue(prompt, **options_of(case))
-        finish(bitwise, alone)
+        alone = run(bitwise, prompt, **options_of(case))
         assert (alone.generated, alone.finish_reason) == (request.generated, request.finish_reason)
     assert_idle(bitwise)
 
@@ -110,8 +116,7 @@ def test_drafting_changes_no_token_of_a_constrained_mixture(shelf, bitwise, kind
     settings = {**options_of(("mixture", kind, temperature, 5))}
     with engine_on(shelf, drafting=False, **BITWISE) as plain:
         wanted = plain.generate("a draft: ", **settings)
-    request = bitwise.enqueue("a draft: ", **settings)
-    finish(bitwise, request)
+    request = run(bitwise, "a draft: ", **settings)
     assert request.generated == list(wanted.token_ids) and wanted.finish_reason == request.finish_reason
     if wanted.finish_reason == "stop":
         check(kind, wanted.text)
@@ -182,14 +187,14 @@ def test_answers_of_one_prompt_have_a_place_in_the_grammar_each(engine):
 
 
 def test_a_preempted_request_goes_on_in_its_grammar(bitwise):
-    wanted = bitwise.generate("p: ", **options_of(("mixture", "schema", 1.0, 3)))
+    wanted = run(bitwise, "p: ", **options_of(("mixture", "schema", 1.0, 3)))
     for after in (1, 5, 17):
         request = bitwise.enqueue("p: ", **options_of(("mixture", "schema", 1.0, 3)))
         while len(request.generated) < after:
             bitwise.step()
         bitwise.scheduler.preempt(request)
         finish(bitwise, request)
-        assert request.num_preemptions == 1 and request.generated == list(wanted.token_ids)
+        assert request.num_preemptions == 1 and request.generated == wanted.generated
 
 
 BAD = {
@@ -202,13 +207,13 @@ BAD = {
 @pytest.mark.parametrize("who", ["base", "adapter", "mixture"])
 @pytest.mark.parametrize("bad", BAD)
 def test_a_bad_format_fails_its_request_alone(bitwise, who, bad):
-    alone = bitwise.generate("good: ", **options_of((who, "schema", 1.0, 2)))
+    alone = run(bitwise, "good: ", **options_of((who, "schema", 1.0, 2)))
     wanted, said = BAD[bad]
     good = bitwise.enqueue("good: ", **options_of((who, "schema", 1.0, 2)))
     failing = bitwise.enqueue("bad: ", **WHO[who], response_format=wanted, max_tokens=9)
     finish(bitwise, good, failing)
     assert failing.finish_reason == "error" and said in failing.error and "\n" not in failing.error
-    assert good.generated == list(alone.token_ids) and good.finish_reason == "stop"
+    assert good.generated == alone.generated and good.finish_reason == "stop"
     assert_idle(bitwise)
 
 
