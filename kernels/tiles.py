@@ -9,6 +9,7 @@ A shrink has few outputs and long sums: without splits a card of 132 multiproces
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -112,31 +113,40 @@ def cut(num_tiles: int, tile_rows: int, rank: int, y: Tensor, x: Tensor) -> Cut:
     """
     in_features, out_features = x.shape[1], y.shape[1]
     is_half = x.element_size() == 2
-    block_rank = min(64, max(16, power_of_2(rank)))
-    # elements that no vector load takes have an address each, which fill the registers; so do float32 operands,
-    # which are multiplied outside the tensor cores: smaller tiles, and more warps to a tile, keep them from spilling
     in_vectors = is_half and not (in_features | x.stride(0)) % 16
     out_vectors = is_half and not (out_features | y.stride(0)) % 16
-    # 3 stages of 64 rows and 64 ranks by 128 features are 96 KiB, what the smaller cards have
+    num_sums = min(tile_rows, x.shape[0]) * rank
+    return _cut(num_tiles, tile_rows, rank, in_features, out_features, is_half, in_vectors, out_vectors, num_sums)
+
+
+@functools.lru_cache(4096)  # a step asks the same of every layer
+def _cut(
+    num_tiles: int, tile_rows: int, rank: int, in_features: int, out_features: int,
+    is_half: bool, in_vectors: bool, out_vectors: bool, num_sums: int,
+) -> Cut:  # fmt: skip
+    # elements that no vector load takes have an address each, which fill the registers; so do float32 operands,
+    # which are multiplied outside the tensor cores: smaller tiles, and more warps to a tile, keep them from spilling
     block_in, shrink_warps = (128, 4) if in_vectors else (32, 8)
-    shrink_rank = block_rank
-    # few rows: the factors are the traffic, and more programs read them faster; x comes again from the L2 cache
-    while shrink_rank > 16 and num_tiles * div(rank, shrink_rank) * div(in_features, block_in) < PROGRAMS // 2:
-        shrink_rank //= 2
-    # a row of 128 half-precision outputs is two full cache lines; 64 x 128 sums are 64 registers of a thread
+    # 128 half-precision outputs are two full cache lines; 64 x 128 sums are 64 registers of a thread
     block_out, expand_warps = (128, 4) if out_vectors else (64, 8)
+    # 3 stages of 64 rows and 64 ranks by 128 features are 96 KiB, what the smaller cards have
+    block_rank = min(64, max(16, power_of_2(rank)))
     expand_rank = block_rank if is_half else min(block_rank, 32)
-    rank_tiles, out_tiles = div(rank, shrink_rank), div(out_features, block_out)
+    num_blocks = div(in_features, block_in)
+    # few rows: the factors are the traffic, and more programs read them faster; x comes again from the L2 cache
+    while block_rank > 16 and num_tiles * div(rank, block_rank) * num_blocks < PROGRAMS // 2:
+        block_rank //= 2
+    rank_tiles, out_tiles = div(rank, block_rank), div(out_features, block_out)
     splits, width = split(in_features, block_in, div(PROGRAMS // 2, num_tiles * rank_tiles))
     # larger tiles of partial sums, or an address for each of them, spill
     fits = out_vectors and tile_rows * expand_rank <= _IN_FLIGHT_TILE
-    in_place = _splits_in_place(num_tiles * out_tiles, min(tile_rows, x.shape[0]) * rank) if fits else 1
-    if splits > in_place and div(in_features, block_in) <= _SHORT_LOOP * in_place:
+    in_place = _splits_in_place(num_tiles * out_tiles, num_sums) if fits else 1
+    if splits > in_place and num_blocks <= _SHORT_LOOP * in_place:
         splits, width = split(in_features, block_in, in_place)
     sum_first = splits > in_place
     return Cut(
         splits, width, rank_tiles, out_tiles, sum_first,
-        {"BLOCK_ROWS": tile_rows, "BLOCK_RANK": shrink_rank, "BLOCK_IN": block_in},
+        {"BLOCK_ROWS": tile_rows, "BLOCK_RANK": block_rank, "BLOCK_IN": block_in},
         {"BLOCK_ROWS": tile_rows, "BLOCK_RANK": expand_rank, "BLOCK_OUT": block_out,
          "SPLITS": _in_flight(1 if sum_first else splits)},
         {"num_warps": shrink_warps, "num_stages": 3}, {"num_warps": expand_warps, "num_stages": 2},

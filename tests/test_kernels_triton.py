@@ -97,6 +97,7 @@ def small_card(monkeypatch):
         monkeypatch.setattr(tiles, "PROGRAMS", 24)
         monkeypatch.setattr(bgmv_op, "PROGRAMS", 24)
         monkeypatch.setattr(tiles, "_SUM_BLOCK", 2048)
+        monkeypatch.setattr(tiles, "_cut", tiles._cut.__wrapped__)  # it remembers how large cards are cut
 
 
 def launching():
