@@ -14,7 +14,9 @@ from models import CONFIGS, tiny_model
 from torch import Tensor
 from transformers import AttentionInterface
 
+from lora_kernels.triton_support import interpreting
 from workbench.engine import attention_plan as planning
+from workbench.engine import decode
 from workbench.engine.attention_plan import ShapeProbe, attention_plan
 from workbench.engine.blocks import BlockPool, KVShape
 from workbench.engine.paged import PagedStream
@@ -201,6 +203,21 @@ def test_the_way_decoded_rows_go_is_the_one_meant(monkeypatch):
     used.clear()
     Problem([Part(250, 1)], None, dtype=torch.bfloat16).attend()
     assert used == [], "products in halves would round the scores"
+
+
+@pytest.mark.interpret
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("window", [None, 3, 200])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_where_triton_runs_decoded_rows_go_through_the_kernel(monkeypatch, window, softcap):
+    called = []
+    kernel = decode.paged_attention
+    monkeypatch.setattr(decode, "paged_attention", lambda *a, **kw: called.append(len(a[0])) or kernel(*a, **kw))
+    problem = Problem([Part(250, 1, 32), Part(64, 3), Part(130, 2), Part(0, 1), Part(20, 40)], 3, padding=2)
+    with interpreting():
+        out = problem.attend(window, softcap)
+    assert called == [4]
+    assert (out[:47] - problem.expected(window, softcap)).abs().max() < 1e-5 and (out[47:] == 0).all()
 
 
 def test_rows_that_are_not_committed_do_not_exist():

@@ -7,6 +7,7 @@ its own stream at its own position or before, and no other slot of the pool is e
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lora_kernels.triton_support import runs_triton
 from workbench.engine.attend import by_row, explicit, fused, visible_mask
 from workbench.engine.blocks import BlockPool, KVShape
-from workbench.engine.decode import ExtentRows, PaddedRows, SeenRow
+from workbench.engine.decode import ExtentRows, KernelRows, PaddedRows, SeenRow
 
 _DECODE_ROWS = 2  # a span of so few rows is decoded: one row, or one and a draft
 # longest sequence, in tokens, that is copied to attend to many at once: a copy then costs less than a call for each
@@ -127,25 +129,32 @@ class _Layout:
 
     def __init__(self, plan: AttentionPlan, window: int | None):
         self.spans: list[_Span] = []
-        short: list[SeenRow] = []
-        long: list[SeenRow] = []
-        on_cpu = plan.pool.device.type == "cpu"
+        decoded: list[SeenRow] = []
+        pool = plan.pool
+        has_kernel = runs_triton(pool.hidden)
+        # products in halves would round the scores: there, each long row gets a call of its own
+        is_exact = pool.shape.dtype == torch.float32
         for span in plan.spans:
             first, stop = span.plan.first, span.plan.stop
-            start = _start(first, window)
-            copied = not on_cpu or stop - start <= _PADDED_TOKENS
-            if plan.reference or stop - first > _DECODE_ROWS:
-                self.spans.append(_Span.of(span, window, plan.pool.device))
-            elif copied or plan.pool.shape.dtype == torch.float32:
-                for row, position in enumerate(range(first, stop), span.start):
-                    seen = SeenRow.of(span.plan.stream, row, _start(position, window), position)
-                    (short if copied else long).append(seen)
-            else:
-                # products in halves would round the scores
-                self.spans.append(_Span.of(span, window, plan.pool.device))
-        dtype, device = plan.pool.shape.dtype, plan.pool.device
-        self.decoded = PaddedRows.of_all(short, dtype, device, _PADDED_TOKENS)
-        self.decoded += [ExtentRows(long, device)] if long else []
+            is_copied = pool.device.type != "cpu" or stop - _start(first, window) <= _PADDED_TOKENS
+            if plan.reference or stop - first > _DECODE_ROWS or not (has_kernel or is_copied or is_exact):
+                self.spans.append(_Span.of(span, window, pool.device))
+                continue
+            for row, position in enumerate(range(first, stop), span.start):
+                decoded.append(SeenRow(row, span.plan.stream, _start(position, window), position))
+        self.decoded = _decoded(decoded, pool, window, has_kernel) if decoded else []
+
+
+def _decoded(
+    rows: list[SeenRow], pool: BlockPool, window: int | None, has_kernel: bool
+) -> list[KernelRows | PaddedRows | ExtentRows]:
+    if has_kernel:
+        return [KernelRows(rows, window, pool.device)]
+    most = _PADDED_TOKENS if pool.device.type == "cpu" else math.inf
+    copied = [row for row in rows if row.length <= most]
+    in_place = [row for row in rows if row.length > most]
+    found: list[Any] = PaddedRows.of_all(copied, pool.shape.dtype, pool.device, _PADDED_TOKENS)
+    return [*found, ExtentRows(in_place, pool.device)] if in_place else found
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-BLOCK_TOKENS = 16
+from lora_kernels.paged_attention import BLOCK_TOKENS
 
 _EVICTED_TOGETHER = 16  # at most: one at a time they leave holes, all that a stream might ever need empty the cache
 # states of a block in the map: claimed ones are free too, but lie where some stream is going to grow

@@ -1,4 +1,4 @@
-"""Attention of decoded rows, many at once: on copies if they see little, else where their KV lies.
+"""Attention of decoded rows, many at once: by a kernel on a GPU; on a CPU on copies, or where their KV lies.
 
 Copies cost the memory they move, calls the time of a call; the first is less for short sequences, the second for long
 ones (`experiments/engine/README.md`).
@@ -13,23 +13,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lora_kernels.paged_attention import paged_attention
 from workbench.engine.attend import explicit, fused
+from workbench.engine.blocks import BLOCK_TOKENS
 
 _PAD_RATIO = 2  # rows share a padded copy if none is longer than so many times the shortest
 
 
 @dataclass(frozen=True, slots=True)
 class SeenRow:
-    """A row of a forward and the ranges of slots it sees, in token order."""
+    """A row of a forward, at `position` of its stream, which sees from `start` on."""
 
     row: int
-    ranges: tuple[tuple[int, int], ...]
-    length: int
+    stream: Any
+    start: int
+    position: int
 
-    @classmethod
-    def of(cls, stream: Any, row: int, start: int, position: int) -> SeenRow:
-        """The row at `position` of a stream, which sees from `start` on."""
-        return cls(row, tuple(stream.extents(start, position + 1)), position + 1 - start)
+    @property
+    def length(self) -> int:
+        """Tokens it sees."""
+        return self.position + 1 - self.start
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The slots it sees, in token order."""
+        return tuple(self.stream.extents(self.start, self.position + 1))
+
+
+class KernelRows:
+    """Rows that attend in one call of the paged kernel."""
+
+    def __init__(self, rows: Sequence[SeenRow], window: int | None, device: torch.device):
+        tables = [row.stream.blocks[: row.position // BLOCK_TOKENS + 1] for row in rows]
+        widest = max(map(len, tables))
+        padded = [[*table, *[-1] * (widest - len(table))] for table in tables]
+        self._blocks = torch.tensor(padded, dtype=torch.int32, device=device)
+        self._longest = max(row.position for row in rows) + 1
+        self._lengths = torch.tensor([row.position + 1 for row in rows], dtype=torch.int32, device=device)
+        self._rows, self._window = _Rows([row.row for row in rows], device), window
+
+    def attend(
+        self, out: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
+    ) -> None:
+        """Write the rows of `out` `[row, head, width]`."""
+        picked = self._rows.of(query, len(keys)).flatten(0, 1).transpose(0, 1)
+        picked = picked if picked.stride(2) == 1 else picked.contiguous()
+        attended = paged_attention(
+            picked, keys, values, self._blocks, self._lengths, self._longest, scale=scale, window=self._window,
+            softcap=softcap,
+        )
+        self._rows.put(out, attended)
 
 
 class PaddedRows:
