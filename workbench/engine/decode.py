@@ -70,12 +70,13 @@ class PaddedRows:
 
     def __init__(self, rows: Sequence[SeenRow], dtype: torch.dtype, device: torch.device):
         longest = max(row.length for row in rows)
-        slots: list[int] = []
+        slots: list[Tensor] = []
         for row in rows:
+            ranges = row.ranges
+            slots += [torch.arange(start, end) for start, end in ranges]
             # padding repeats the row's own first slot: what nobody wrote may be NaN, which no mask takes away
-            mine = [slot for start, end in row.ranges for slot in range(start, end)]
-            slots += mine + mine[:1] * (longest - row.length)
-        self._index = torch.tensor(slots, dtype=torch.int64, device=device)
+            slots.append(torch.full((longest - row.length,), ranges[0][0]))
+        self._index = torch.cat(slots).to(device)
         self._rows = _Rows([row.row for row in rows], device)
         lengths = torch.tensor([row.length for row in rows], device=device)
         seen = (torch.arange(longest, device=device) < lengths[:, None])[:, None, None]  # [row, 1, 1, token]
