@@ -18,7 +18,7 @@ from dataclasses import asdict
 import torch
 
 from lora_kernels.options import BENCH_EXAMPLE, add_bench_options, parser_for
-from lora_kernels.registry import LAYERS, OPS, Case, Op, cases_of, check, known
+from lora_kernels.registry import ALL_OPS, LAYERS, Case, Op, cases_of, check, known, ops_on
 from lora_kernels.timing import LARGE_COPY_BYTES, copy_rate, num_copies, time_calls
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -43,7 +43,7 @@ def bench(
     """Check and time ops over the product of the axes; an axis that an op does not read counts once.
 
     Args:
-        ops: names, or ops of one's own; None is all of the registry.
+        ops: names, or ops of one's own; None is all that an engine on the device runs.
         num_rows, ranks, shapes, layers, popularity: see `lora_kernels.registry.Case`.
         dtypes: of the operands; None is bfloat16 on CUDA, float32 elsewhere.
         device: None is CUDA where there is one.
@@ -60,7 +60,7 @@ def bench(
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtypes = dtypes or ((torch.bfloat16,) if device.type == "cuda" else (torch.float32,))
-    chosen = [op if isinstance(op, Op) else OPS[known("op", op, OPS)] for op in ops or OPS]
+    chosen = [op if isinstance(op, Op) else ALL_OPS[known("op", op, ALL_OPS)] for op in ops or ops_on(device)]
     axes = {
         "num_rows": tuple(num_rows), "rank": tuple(ranks), "shape": tuple(shapes), "layer": tuple(layers),
         "popularity": tuple(popularity), "dtype": tuple(dtypes),

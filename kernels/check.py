@@ -18,7 +18,7 @@ import torch
 
 from lora_kernels import triton_support
 from lora_kernels.options import CHECK_EXAMPLE, add_check_options, parser_for
-from lora_kernels.registry import OPS, Checked, check, known
+from lora_kernels.registry import ALL_OPS, OPS, Checked, check, known, ops_on
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INTERPRETED = (torch.float32, torch.float16)
@@ -32,18 +32,18 @@ def check_here(
     Raises:
         ValueError: an unknown op.
     """
-    chosen = [OPS[known("op", name, OPS)] for name in ops or OPS]
+    chosen = [ALL_OPS[known("op", name, ALL_OPS)] for name in ops or ops_on(device)]
     return [check(op, problem) for op in chosen for dtype in dtypes for problem in op.small(dtype, str(device))]
 
 
-def check_interpreted(ops: Sequence[str] | None = None) -> list[Checked]:
-    """Check ops in Triton's interpreter, in a process of its own.
+def check_interpreted(ops: Sequence[str]) -> list[Checked]:
+    """Check ops that have kernels in Triton's interpreter, in a process of its own.
 
     Raises:
         RuntimeError: the process died.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "lora_kernels.check", "--worker", *(["--op", *ops] if ops else [])],
+        [sys.executable, "-m", "lora_kernels.check", "--worker", "--op", *ops],
         env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     if done.returncode:
@@ -55,9 +55,12 @@ def check_interpreted(ops: Sequence[str] | None = None) -> list[Checked]:
 def check_all(ops: Sequence[str] | None = None) -> list[Checked]:
     """Check ops on every path that runs on this machine."""
     found = check_here(ops)
+    compiled = [name for name in ops or OPS if name in OPS]
+    if not compiled:
+        return found
     if torch.cuda.is_available():
-        return found + check_here(ops, "cuda")
-    return found + (check_interpreted(ops) if triton_support.triton is not None else [])
+        return found + check_here(compiled, "cuda")
+    return found + (check_interpreted(compiled) if triton_support.triton is not None else [])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -100,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _work(ops: Sequence[str] | None) -> int:
+def _work(ops: Sequence[str]) -> int:
     torch.set_num_threads(1)
     with triton_support.interpreting():
         print(json.dumps([asdict(found) for found in check_here(ops, dtypes=INTERPRETED)]))

@@ -27,6 +27,8 @@ from lora_kernels.triton_support import Launch, recording, triton
 TABLE = Path(__file__).parent / "aot.json"
 # a program's shared memory on an A100, an H100 and a B200
 SHARED_BYTES = dict(zip(ARCHITECTURES, (163 * 1024, 227 * 1024, 227 * 1024), strict=True))
+# the table is of bfloat16, which models run in; the others must build, too
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHAPES_AHEAD, RANKS_AHEAD = ("7b", "70b"), (8, 16, 64, 256)
 # fused multiply-adds are Triton's default; said here, so that an environment variable does not change the table
 FP_FUSION = True
@@ -56,7 +58,7 @@ class Built:
         return ""
 
 
-def kernels(ops: Sequence[str] | None = None, dtype: torch.dtype = torch.bfloat16) -> dict[str, Launch]:
+def kernels(ops: Sequence[str] | None = None, dtype: torch.dtype = DTYPES["bf16"]) -> dict[str, Launch]:
     """Return what the ops launch at the shapes that matter, by name; equal builds count once."""
     found: dict[str, Launch] = {}
     for name in ops or OPS:
@@ -107,7 +109,9 @@ def _in_child(wanted: Sequence[tuple[str, int]]) -> list[Built]:
 
 def _work() -> int:
     wanted = json.loads(sys.stdin.read())
-    launches = kernels(sorted({name.split(".")[0] for name, _ in wanted}))
+    launches: dict[str, Launch] = {}
+    for op, dtype in sorted({(name.split(".")[0], name.split()[1]) for name, _ in wanted}):
+        launches |= kernels([op], DTYPES[dtype])
     print(json.dumps([asdict(_built(name, launches.get(name), sm)) for name, sm in wanted]))
     return 0
 
@@ -194,10 +198,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what the arguments ask for, and print it."""
     if triton is None:
         raise ValueError("Triton is not installed (it comes for Linux), so there is nothing to compile with")
-    if arguments.write and arguments.op:
-        raise ValueError("--write writes the whole table; leave out --op")
+    is_whole = not arguments.op and set(arguments.sm) == set(ARCHITECTURES)
+    if arguments.write and not is_whole:
+        raise ValueError("--write writes the whole table; leave out --op and --sm")
+    if arguments.dtype != "bf16" and (arguments.check or arguments.write):
+        raise ValueError("the table is of bf16; leave out --dtype, or --check and --write")
     table = read_table() if arguments.check else None
-    names = list(kernels(arguments.op))
+    names = list(kernels(arguments.op, DTYPES[known("dtype", arguments.dtype, DTYPES)]))
     built = build([(name, sm) for name in names for sm in arguments.sm], arguments.jobs)
     print(f"Triton {triton.__version__}\narch    registers  stack  shared  kernel")
     for row in built:

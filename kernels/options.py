@@ -49,6 +49,7 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
     _add_ops(parser)
     parser.add_argument("--sm", nargs="+", type=int, choices=ARCHITECTURES, default=list(ARCHITECTURES), metavar="CC",
                         help="architectures: 80, 90, 100 (all)")
+    parser.add_argument("--dtype", default="bf16", metavar="NAME", help="bf16, fp16 or fp32 (bf16, as in the table)")
     parser.add_argument("--jobs", type=_count, default=os.cpu_count() or 1, metavar="N",
                         help="processes (one per core)")
     act = parser.add_mutually_exclusive_group()
@@ -66,7 +67,7 @@ def parser_for(module: str, description: str, example: str) -> argparse.Argument
 
 
 def _add_ops(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--op", nargs="+", metavar="OP", help="only these: bgmv, sgmv, mix, scalings, ... (all)")
+    parser.add_argument("--op", nargs="+", metavar="OP", help="only these: bgmv, sgmv, mix, blend, scalings, ... (all)")
 
 
 def _count(text: str) -> int:

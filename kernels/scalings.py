@@ -196,7 +196,7 @@ def _launch(
     low, high = _TEMPERATURES
     # launches take integers: the bits of a float32
     bits = struct.unpack("i", struct.pack("f", min(max(temperature, low), high)))[0]
-    blocks, options = _cut(num_rows, num_adapters)
+    blocks, options = _cut(hidden, weight, num_adapters)
     launch(
         "scalings.head", _head_kernel, (div(num_rows, blocks["BLOCK_ROWS"]), div(num_sites, blocks["BLOCK_SITES"])),
         (hidden, weight, hidden if bias is None else bias, out, num_rows, num_sites, width, *hidden.stride(),
@@ -208,14 +208,17 @@ def _launch(
     return out
 
 
-def _cut(num_rows: int, num_adapters: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the kernel's tile sizes, and its warps and stages."""
+def _cut(hidden: Tensor, weight: Tensor, num_adapters: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the kernel's tile sizes, and its warps and stages; a row's sums are cut alike among few rows and many."""
     lanes = power_of_2(num_adapters)
-    few = num_rows <= 64
+    # float32 is multiplied outside the tensor cores, and unaligned elements have an address each: both take registers
+    is_lean = hidden.element_size() == 2 and not (hidden.shape[1] | hidden.stride(0) | weight.stride(0)) % 16
     # 16 is the least a tensor core takes; few rows need many programs to read the weights, many rows large tiles
-    columns = max(lanes, 16 if few else 64)
-    blocks = {"LANES": lanes, "BLOCK_ROWS": 16 if few else 64, "BLOCK_SITES": columns // lanes}
-    return blocks | {"BLOCK_K": 128 if columns <= 64 else 32}, {"num_warps": 4, "num_stages": 3}
+    tile = 16 if len(hidden) <= 64 else 64 if is_lean else 32
+    columns = max(lanes, tile)
+    blocks = {"LANES": lanes, "BLOCK_ROWS": max(16, min(tile, 4096 // columns)), "BLOCK_SITES": columns // lanes}
+    block_k = (128 if lanes <= 64 else 32) if is_lean else (32 if lanes <= 64 else 16)
+    return blocks | {"BLOCK_K": block_k}, {"num_warps": 4, "num_stages": 3}
 
 
 def cost(num_rows: int, width: int, num_sites: int, num_adapters: int, itemsize: int) -> Cost:

@@ -19,7 +19,7 @@ from lora_kernels import compile as compile_tool
 from lora_kernels.bench import WrongResult, bench
 from lora_kernels.compile import Built, build, compare, kernels, read_table, write_table
 from lora_kernels.problems import POPULARITY, error_ratio, make_problem, row_error, slots_for
-from lora_kernels.registry import LIMITS, OPS, Case, cases_of, check
+from lora_kernels.registry import ALL_OPS, LIMITS, OPS, Case, cases_of, check, ops_on
 from lora_kernels.roofline import table
 from lora_kernels.timing import copy_rate, time_calls
 from lora_kernels.triton_support import interpreting, triton
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 def wrong(name: str):
     """Return an op whose result is a hundredth too large."""
-    op = OPS[name]
+    op = ALL_OPS[name]
     return replace(op, run=lambda problem: lambda: op.run(problem)() * 1.01)
 
 
@@ -41,14 +41,14 @@ def wrong(name: str):
 def test_every_op_has_a_file_of_its_name_and_a_line_in_the_readme():
     folder = Path(compile_tool.__file__).parent
     readme = (folder / "README.md").read_text()
-    assert not [name for name in OPS if not (folder / f"{name}.py").is_file() or f"`{name}`" not in readme]
-    assert all(name == op.name for name, op in OPS.items())
+    assert not [name for name in ALL_OPS if not (folder / f"{name}.py").is_file() or f"`{name}`" not in readme]
+    assert all(name == op.name for name, op in ALL_OPS.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", ALL_OPS)
 def test_every_op_is_right_on_the_torch_path(name, dtype):
-    found = [check(OPS[name], problem) for problem in OPS[name].small(dtype, "cpu")]
+    found = [check(ALL_OPS[name], problem) for problem in ALL_OPS[name].small(dtype, "cpu")]
     assert found and all(one.is_right and one.path == "torch" for one in found), list(map(str, found))
     assert all(one.twin_error is not None for one in found), "a check whose twin is not wrong shows nothing"
 
@@ -62,9 +62,9 @@ def test_every_op_is_right_in_the_interpreter(name):
     assert found.is_right and found.path == "interpreter", str(found)
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", ALL_OPS)
 def test_a_wrong_op_is_named_with_how_wrong_it_is(name):
-    found = check(wrong(name), OPS[name].small(torch.float32, "cpu")[0])
+    found = check(wrong(name), ALL_OPS[name].small(torch.float32, "cpu")[0])
     assert not found.is_right and f"{name} (torch, float32) is wrong by " in str(found)
 
 
@@ -82,11 +82,16 @@ def test_nan_is_never_right():
     assert not check(spoilt, mix.small(torch.float32, "cpu")[0]).is_right
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", ALL_OPS)
 def test_the_least_work_grows_with_rows(name):
-    op = OPS[name]
+    op = ALL_OPS[name]
     few, many = (op.cost(op.make_problem(Case(rows, shape="smol", layer="kv"))) for rows in (2, 32))
     assert 0 < few.num_bytes < many.num_bytes and 0 < few.flops < many.flops
+
+
+def test_a_gpu_runs_ops_that_have_kernels_and_a_cpu_all_of_them():
+    assert ops_on("cuda:1") is OPS and all(op.ahead for op in OPS.values())
+    assert set(ops_on("cpu")) == set(ALL_OPS) > set(OPS)
 
 
 def test_axes_that_an_op_does_not_read_count_once():
@@ -149,7 +154,7 @@ def test_errors_of_nan_and_of_other_shapes_are_seen():
 
 def test_bench_times_every_op():
     records = bench(**SMALL)
-    assert [record["op"] for record in records] == list(OPS)
+    assert [record["op"] for record in records] == list(ALL_OPS)
     for record in records:
         assert 0 < record["p20_us"] <= record["p50_us"] <= record["p80_us"]
         assert record["bytes_per_s"] == pytest.approx(record["num_bytes"] / (1e-6 * record["p50_us"]))
@@ -167,7 +172,7 @@ def test_there_is_no_number_on_red(monkeypatch):
 
 
 def test_a_wrong_op_ends_the_command_with_1_and_no_record(monkeypatch, capsys):
-    monkeypatch.setitem(OPS, "mix", wrong("mix"))
+    monkeypatch.setitem(ALL_OPS, "mix", wrong("mix"))
     assert main(["kernels", "bench", "--op", "mix", "--shape", "smol", "--layer", "kv", "--repeats", "3"]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: mix (torch, float32) is wrong by")
@@ -210,6 +215,14 @@ def test_nothing_in_the_committed_table_spills_or_asks_for_too_much():
             for sm, row in by_sm.items()]  # fmt: skip
     assert rows and not [row.problem for row in rows if row.problem]
     assert all(0 < row.registers <= 255 for row in rows)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_kernels_of_other_dtypes_compile_without_a_spill(dtype):
+    names = kernels(dtype=compile_tool.DTYPES[dtype])
+    built = build([(name, sm) for name in names for sm in (80, 90, 100)], jobs=2)
+    assert len(built) > 30 and not [row.problem for row in built if row.problem]
 
 
 def pairs(is_full: bool) -> list[tuple[str, int]]:
@@ -265,7 +278,7 @@ def fake_builds(monkeypatch, tmp_path):
     """Build nothing: every kernel takes 10 registers; the table, in a folder of its own, says so too."""
     built = [Built(name, sm, 10, 0, 100) for name in kernels(["scalings"]) for sm in (80, 90, 100)]
     monkeypatch.setattr(compile_tool, "build", lambda wanted, jobs: built)
-    monkeypatch.setattr(compile_tool, "kernels", lambda ops=None: kernels(["scalings"]))
+    monkeypatch.setattr(compile_tool, "kernels", lambda ops=None, dtype=None: kernels(["scalings"]))
     monkeypatch.setattr(compile_tool, "read_table", lambda: read_table(tmp_path / "aot.json"))
     write_table(built, tmp_path / "aot.json")
     return tmp_path / "aot.json", built
@@ -308,7 +321,7 @@ def test_too_much_shared_memory_and_a_kernel_that_does_not_compile_are_problems(
 
 
 MISTAKES = [
-    (["bench", "--op", "sgmw"], "op must be one of bgmv, sgmv, mix, scalings.*did you mean 'sgmv'"),
+    (["bench", "--op", "sgmw"], "op must be one of bgmv, sgmv, mix, .*did you mean 'sgmv'"),
     (["bench", "--shape", "8b"], "shape must be one of smol, 7b, 70b, not '8b'; did you mean '7b'"),
     (["bench", "--layer", "k"], "layer must be one of q, kv, up, down, not 'k'"),
     (["bench", "--popularity", "unifrom"], "popularity must be one of .*did you mean 'uniform'"),
@@ -316,6 +329,9 @@ MISTAKES = [
     (["check", "--op", "mixx"], "op must be one of .*did you mean 'mix'"),
     (["compile", "--op", "scaling"], "op must be one of .*did you mean 'scalings'"),
     (["compile", "--op", "mix", "--write"], "--write writes the whole table; leave out --op"),
+    (["compile", "--sm", "90", "--write"], "--write writes the whole table; leave out --op and --sm"),
+    (["compile", "--dtype", "fp32", "--check"], "the table is of bf16; leave out --dtype"),
+    (["compile", "--dtype", "float32"], "dtype must be one of bf16, fp16, fp32, not 'float32'"),
 ]
 
 
@@ -344,7 +360,7 @@ def test_check_says_which_paths_ran(capsys):
 
 
 def test_a_wrong_op_fails_check(monkeypatch, capsys):
-    monkeypatch.setitem(OPS, "mix", wrong("mix"))
+    monkeypatch.setitem(ALL_OPS, "mix", wrong("mix"))
     monkeypatch.setattr(check_tool, "check_interpreted", lambda ops: [])
     assert main(["kernels", "check", "--op", "mix"]) == 1
     out, err = capsys.readouterr()
