@@ -6,16 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from rows_problem import SITES, adapter_of, scene
 from torch import Tensor
 
 from lora_kernels import blend as blend_op
 from lora_kernels.blend import blend, blend_reference
-from workbench.adapters import columns, parts
-from workbench.adapters.parts import partition
-from workbench.adapters.slots import SlotTable
 
 # the op
 
@@ -146,93 +140,3 @@ def test_the_cost_is_that_of_every_row_meeting_every_true_rank():
     one = blend_op.cost(1, (8,), 64, 32, 4)
     assert one.flops == 8 * (2 * (64 + 32) + 1) and one.num_bytes == 4 * (8 * (64 + 32) + 64 + 2 * 32)
     assert blend_op.cost(16, (8, 1, 4), 64, 32, 4).flops == 16 * 13 * (2 * (64 + 32) + 1)
-
-
-# choices by cost
-
-
-@st.composite
-def bounds_and_shapes(draw):
-    ranks = draw(st.dictionaries(st.integers(0, 6), st.integers(1, 64), max_size=6))
-    bounds, at = [], 0
-    for gap, count, slots in draw(
-        st.lists(st.tuples(st.integers(0, 3), st.integers(1, 900), st.sets(st.integers(0, 7), min_size=1)), max_size=9)
-    ):
-        bounds.append((at + gap, at + gap + count, tuple(sorted(slots))))
-        at += gap + count
-    return tuple(bounds), columns.Shape(ranks, draw(st.sampled_from([8, 768, 16384])))
-
-
-def cost_of(bounds, shape: columns.Shape) -> int:
-    """The work of one product over these segments, a call included."""
-    used = {slot for _, _, slots in bounds for slot in slots if slot in shape.ranks}
-    return parts.CALL_MACS + (bounds[-1][1] - bounds[0][0]) * sum(shape.ranks[slot] for slot in used) * shape.width
-
-
-@given(bounds_and_shapes())
-def test_parts_hold_every_segment_with_a_delta_once_and_never_cost_more_than_one_call_each(drawn):
-    bounds, shape = drawn
-    found = partition(bounds, shape)
-    busy = [place for place, (_, _, slots) in enumerate(bounds) if set(slots) & set(shape.ranks)]
-    covered = [place for first, last in found for place in range(first, last)]
-    assert covered == sorted(set(covered)) and set(busy) <= set(covered) <= set(range(len(bounds)))
-    assert all(first in busy and last - 1 in busy for first, last in found)
-    assert sum(cost_of(bounds[i:j], shape) for i, j in found) <= sum(cost_of(bounds[i : i + 1], shape) for i in busy)
-
-
-def test_decoding_rows_share_one_product_and_prompts_go_alone():
-    shape = columns.shape_of(tuple((slot, 8) for slot in range(4)), 576 + 576)
-
-    def bounds(rows: int):
-        return tuple((slot * rows, (slot + 1) * rows, (slot,)) for slot in range(4))
-
-    assert partition(bounds(4), shape) == ((0, 4),)
-    assert partition(bounds(512), shape) == ((0, 1), (1, 2), (2, 3), (3, 4))
-    mixed = (*bounds(4), (16, 800, (1,)))
-    assert partition(mixed, shape) == ((0, 4), (4, 5))
-    again = tuple((place * 512, place * 512 + 512, (1,)) for place in range(3))
-    assert partition(again, shape) == ((0, 3),), "rows of one adapter meet nothing in vain"
-
-
-def test_sites_alike_share_one_set_of_weights():
-    layers, rows = scene()
-    for site in SITES:
-        layers.run(site, rows.weights)
-    (part,) = {part for site in SITES for part in rows.weights.parts.at(layers.table.sites[site].shape((0, 1, 3)))}
-    assert len(part._made) == 1 and part.slots == (0, 1, 3)
-
-
-def test_slots_nearly_side_by_side_are_a_view_and_others_a_copy():
-    table = SlotTable(torch.float32, torch.device("cpu"))
-    for seed in range(5):
-        table.put(adapter_of(2, seed, ("wide",)))
-    site = table.sites["wide"]
-    for slots, is_copy, rank in [((0, 1), False, 4), ((1, 2, 4), False, 8), ((0, 4), True, 4), ((7,), False, 0)]:
-        found = site.columns(slots)
-        assert (found.is_copy, found.layout.rank) == (is_copy, rank)
-        assert found is site.columns(slots), "made once"
-        assert (found.a.data_ptr() == site.a[2 * slots[0] :].data_ptr()) == (not is_copy) or not rank
-
-
-def test_a_stack_that_grew_is_let_go():
-    table = SlotTable(torch.float32, torch.device("cpu"))
-    table.put(adapter_of(2, 0, ("wide",)))
-    site = table.sites["wide"]
-    views = site.columns((0,)).a, site.mixture((0,))[0]
-    table.put(adapter_of(40, 1, ("wide",)))
-    for before, now in zip(views, (site.columns((0,)).a, site.mixture((0,))[0]), strict=True):
-        assert torch.equal(before, now) and now.data_ptr() == site.a.data_ptr() != before.data_ptr()
-
-
-def test_a_site_remembers_few_sets_of_slots_and_few_copies():
-    table = SlotTable(torch.float32, torch.device("cpu"))
-    for seed in range(9):
-        table.put(adapter_of(2, seed, ("wide",)))
-    site = table.sites["wide"]
-    for number in range(1, 2**9):
-        slots = tuple(slot for slot in range(9) if number >> slot & 1)
-        site.columns(slots)
-        site.shape(slots)
-        site.mixture(slots)
-        assert max(len(site._made), len(site._shapes), len(site._mixtures)) <= 32
-        assert sum(each.num_bytes for each in site._made.values()) <= site.num_bytes

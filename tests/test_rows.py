@@ -9,16 +9,20 @@ from rows_problem import RANKS, SITES, SOME_SITES, Layers, adapter_of, check, ro
 from lora_kernels.segments import Segment
 from workbench import UserError
 from workbench.adapters import columns, parts
+from workbench.adapters import partition as by_cost
 from workbench.adapters.linear import MixtureSegment, RowWeights
-from workbench.adapters.parts import Part, partition
+from workbench.adapters.partition import partition
+from workbench.adapters.parts import Part
 from workbench.adapters.slots import SiteTable
 
 
-@pytest.fixture(params=["joint", "alone", "one site at a time", "no holes"])
+@pytest.fixture(params=["joint", "alone", "grouped", "one site at a time", "no holes"])
 def choice(request, monkeypatch):
     """Run under each choice that is made by cost: the results may not depend on it."""
     if request.param == "alone":
-        monkeypatch.setattr(parts, "CALL_MACS", 0)
+        monkeypatch.setattr(by_cost, "CALL_MACS", 0)
+    elif request.param == "grouped":
+        monkeypatch.setattr(by_cost, "FILL_MACS", 0)
     elif request.param == "one site at a time":
         monkeypatch.setattr(parts, "MOST_WEIGHTS", 0)
     elif request.param == "no holes":
@@ -28,7 +32,7 @@ def choice(request, monkeypatch):
     partition.cache_clear()
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=16, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_row_gets_its_own_deltas_whatever_was_loaded_and_evicted_before(choice, data):
     layers, seed = Layers(), 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,39 @@ from torch import Tensor
 # a hole costs as much work as a rank row in use, in every product; a copy costs memory, and is made anew whenever the
 # set of slots changes, which in a running batch it does every few steps
 MOST_HOLES = 0.5  # per rank row in use
+MOST_SETS = 32  # remembered at each site
+_T = TypeVar("_T")
+
+
+class Remembered(dict[tuple[int, ...], _T]):
+    """What was made for sets of slots at one site: few sets, and copies that together stay below a limit.
+
+    Sets of slots are as many as the batches that requests happen to form, so the oldest go.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_bytes: dict[tuple[int, ...], int] = {}
+
+    def keep(self, slots: tuple[int, ...], made: _T, num_bytes: int = 0, most_bytes: int = 0) -> _T:
+        """Remember and return what was made; `num_bytes` are those of its copies, `most_bytes` of all copies."""
+        while self and (len(self) >= MOST_SETS or sum(self._num_bytes.values()) + num_bytes > most_bytes):
+            self._drop(next(iter(self)))
+        self[slots], self._num_bytes[slots] = made, num_bytes
+        return made
+
+    def forget(self, slot: int) -> None:
+        """Drop what was made for sets with this slot."""
+        for slots in [slots for slots in self if slot in slots]:
+            self._drop(slots)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        super().clear()
+        self._num_bytes.clear()
+
+    def _drop(self, slots: tuple[int, ...]) -> None:
+        del self[slots], self._num_bytes[slots]
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,6 +26,8 @@ class LoRAEmbedding(LoRALinear):
         routing: the engine's routing.
     """
 
+    groups = False
+
     def __init__(self, base_layer: nn.Module, site: str, table: SiteTable, routing: Routing):
         super().__init__(base_layer, site, table, routing)
         factor = getattr(base_layer, "embed_scale", None)

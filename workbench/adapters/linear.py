@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lora_kernels.bgmv import bgmv
 from lora_kernels.blend import blend
+from lora_kernels.grouped import grouped
 from lora_kernels.mix import mix
 from lora_kernels.sgmv import sgmv
 from workbench.adapters.rows import EVERY_SITE, MixtureSegment, RowWeights
@@ -36,6 +37,9 @@ class LoRALinear(nn.Module):
         routing: the engine's routing.
     """
 
+    # whether its input has features, which batched products can multiply
+    groups = True
+
     def __init__(self, base_layer: nn.Module, site: str, table: SiteTable, routing: Routing):
         super().__init__()
         self.base_layer, self.site, self.table, self.routing = base_layer, site, table, routing
@@ -53,17 +57,19 @@ class LoRALinear(nn.Module):
         rows = self.routing.rows
         if rows is None or rows.is_base:
             return y
-        flat_x, flat_y = self._rows_of(x), y.reshape(-1, y.shape[-1])
+        # a view, so that what is added to the rows is added to y
+        y = y if y.is_contiguous() else y.contiguous()
+        flat_x, flat_y = self._rows_of(x), y.view(-1, y.shape[-1])
         assert flat_x.shape[0] == rows.num_rows, f"{self.site}: {len(flat_x)} rows, not {rows.num_rows}"
         if self.table.gains:
             self._rescale(flat_y, rows)
         if rows.fixed_shape:
             self._add_whole(flat_y, flat_x, rows)
-        elif flat_y.is_cpu:
+        elif y.is_cpu:
             self._add(flat_y, flat_x, rows)
         else:
             self._add_by_kernel(flat_y, flat_x, rows)
-        return flat_y.view_as(y)
+        return y
 
     def _rescale(self, y: Tensor, rows: RowWeights) -> None:
         """Multiply the base's output, bias left out, by the row factors of the DoRA adapters."""
@@ -78,13 +84,14 @@ class LoRALinear(nn.Module):
     def _add(self, y: Tensor, x: Tensor, rows: RowWeights) -> None:
         """Add the deltas on a CPU, where a call costs more than the products of neighbours: few calls."""
         table, parts = self.table, rows.parts
-        for part in parts.at(table.shape(parts.slots)):
-            columns, start, stop = table.columns(part.slots), part.start, part.stop
-            weights, outside = part.weights_at(columns.layout, self.site)
-            if stop - start < rows.num_rows:
-                self._blend(y[start:stop], x[start:stop], columns.a, columns.b, weights, outside)
+        for part, is_grouped in parts.at(table.shape(parts.slots)):
+            start, stop = part.start, part.stop
+            own_y, own_x = (y, x) if stop - start == rows.num_rows else (y[start:stop], x[start:stop])
+            if is_grouped and self.groups:
+                grouped(own_y, own_x, *table.groups(part.in_order), part.filling)
             else:
-                self._blend(y, x, columns.a, columns.b, weights, outside)
+                columns = table.columns(part.slots)
+                self._blend(own_y, own_x, columns.a, columns.b, *part.weights_at(columns.layout, self.site))
 
     def _add_by_kernel(self, y: Tensor, x: Tensor, rows: RowWeights) -> None:
         """Add the deltas on a device, row by row or mixture by mixture: each row meets its own rank rows only."""

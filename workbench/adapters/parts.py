@@ -1,9 +1,6 @@
-"""Parts: which rows of a forward share one product over stacked rank rows, and with what weights.
+"""Parts: the rows of a forward that share one call per site on a CPU, and what that call needs beside factors.
 
-A product over the rank rows of several adapters spares calls and pays in arithmetic: every row meets every rank row.
-Short segments (decoding) are cheaper together, long ones (prompts) alone.
-
-Contract: a part's weights are made once per forward for all sites whose rank rows lie alike.
+Contract: a part's weights are made once per forward, for all sites whose rank rows lie alike.
 """
 
 from __future__ import annotations
@@ -18,14 +15,13 @@ from torch import Tensor
 
 from lora_kernels.segments import Segment
 from workbench.adapters.columns import Layout, Shape
+from workbench.adapters.partition import partition
 
 if TYPE_CHECKING:
     from workbench.adapters.rows import MixtureSegment
 
     Member = Segment | MixtureSegment
 
-# a further call (two products, a mask, their rows cut out) takes as long as this many multiplications
-CALL_MACS = 1 << 20
 # weights of all sites at once up to here; beyond (a prompt of a mixture), one site at a time costs next to nothing
 MOST_WEIGHTS = 1 << 22
 
@@ -39,16 +35,20 @@ class Parts:
 
     def __init__(self, one_hot: Sequence[Segment], mixtures: Sequence[MixtureSegment]):
         self._members: list[Member] = sorted([*one_hot, *mixtures], key=lambda member: member.start)
-        self._bounds = tuple((member.start, member.stop, slots_of(member)) for member in self._members)
-        self.slots = tuple(sorted({slot for _, _, slots in self._bounds for slot in slots}))
-        self._found: dict[Shape, tuple[Part, ...]] = {}
+        self._bounds = tuple(
+            (each.start, each.stop, each.slot if isinstance(each, Segment) else each.slots) for each in self._members
+        )
+        self.slots = tuple(sorted({slot for member in self._members for slot in slots_of(member)}))
+        self._found: dict[Shape, tuple[tuple[Part, bool], ...]] = {}
         self._parts: dict[tuple[int, int], Part] = {}
 
-    def at(self, shape: Shape) -> tuple[Part, ...]:
-        """Return the parts of every site of this shape, in row order."""
+    def at(self, shape: Shape) -> tuple[tuple[Part, bool], ...]:
+        """Return the parts of every site of this shape, in row order, each with whether its op is `grouped`."""
         found = self._found.get(shape)
         if found is None:
-            found = self._found[shape] = tuple(self._part(*span) for span in partition(self._bounds, shape))
+            groups = partition(self._bounds, shape)
+            found = tuple((self._part(first, last), is_grouped) for first, last, is_grouped in groups)
+            self._found[shape] = found
         return found
 
     def _part(self, first: int, last: int) -> Part:
@@ -62,7 +62,7 @@ class Part:
 
     Attributes:
         start, stop: their rows, and those between them.
-        slots: the slots of all of them, ascending.
+        slots: the slots of all of them, ascending, each once.
     """
 
     def __init__(self, members: Sequence[Member]):
@@ -90,6 +90,25 @@ class Part:
             weights = by_slot.index_select(2, owner).unbind(0) if is_small else _OneSiteAtATime(by_slot, owner)
         self._made[layout] = weights, outside
         return weights, outside
+
+    @functools.cached_property
+    def in_order(self) -> tuple[int, ...]:
+        """The slots of one-hot segments, in row order."""
+        return tuple(slot for member in self._members for slot in slots_of(member))
+
+    @functools.cached_property
+    def filling(self) -> tuple[Tensor, Tensor] | None:
+        """How the op `grouped` makes groups of one size out of the segments; None where they are."""
+        sizes = [member.stop - member.start for member in self._members]
+        size = max(sizes)
+        if min(sizes) == size:
+            return None
+        gather, scatter = [], []
+        for group, member in enumerate(self._members):
+            first, count = member.start - self.start, sizes[group]
+            gather += [*range(first, first + count), *[first] * (size - count)]
+            scatter += range(group * size, group * size + count)
+        return torch.tensor(gather), torch.tensor(scatter)
 
     @functools.cached_property
     def _inside(self) -> Tensor:
@@ -145,37 +164,3 @@ def site_axis(mixtures: Sequence[MixtureSegment]) -> Mapping[str, int]:
         return next(iter(given.values()))
     sites = dict.fromkeys(site for each in given.values() for site in each)
     return {site: index for index, site in enumerate(sites)}
-
-
-@functools.lru_cache(maxsize=256)
-def partition(bounds: tuple[tuple[int, int, tuple[int, ...]], ...], shape: Shape) -> tuple[tuple[int, int], ...]:
-    """Group consecutive segments so that products of their rows over all their rank rows cost least.
-
-    From the first to the last, a segment joins its neighbours where the rows and rank rows that then meet in vain cost
-    less than a call of its own.
-
-    Args:
-        bounds: start, stop and slots of each segment, ascending.
-        shape: their ranks at a site.
-
-    Returns:
-        `(first, last)` members of each group; segments without a delta at the site may be in none.
-    """
-    groups: list[tuple[int, int]] = []
-    used: set[int] = set()
-    start = rank = spent = 0
-    for place, (first, stop, slots) in enumerate(bounds):
-        here = {slot: shape.ranks[slot] for slot in slots if slot in shape.ranks}
-        if not here:
-            continue
-        alone = CALL_MACS + (stop - first) * sum(here.values()) * shape.width
-        joint_rank = rank + sum(size for slot, size in here.items() if slot not in used)
-        together = CALL_MACS + (stop - start) * joint_rank * shape.width
-        if groups and together <= spent + alone:
-            groups[-1] = (groups[-1][0], place + 1)
-            used.update(here)
-            rank, spent = joint_rank, together
-        else:
-            groups.append((place, place + 1))
-            used, start, rank, spent = set(here), first, sum(here.values()), alone
-    return tuple(groups)

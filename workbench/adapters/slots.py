@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lora_kernels.segments import SpanTable
-from workbench.adapters.columns import Columns, Shape, columns_of, shape_of
+from workbench.adapters.columns import Columns, Remembered, Shape, columns_of, shape_of
 from workbench.adapters.model import LoRAModel
 from workbench.errors import UserError
 
 _FIRST_RANKS = 16  # rank rows a site's stack starts with; it grows by doubling
-_MOST_SETS = 32  # sets of slots that a site remembers
 
 
 @dataclass
@@ -37,9 +35,10 @@ class SiteTable:
     b: Tensor
     spans: SpanTable = field(default_factory=SpanTable)
     gains: dict[int, Tensor] = field(default_factory=dict)
-    _made: dict[tuple[int, ...], Columns] = field(default_factory=dict, repr=False)
-    _shapes: dict[tuple[int, ...], Shape] = field(default_factory=dict, repr=False)
-    _mixtures: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _columns: Remembered[Columns] = field(default_factory=Remembered, repr=False)
+    _groups: Remembered[tuple[Tensor, Tensor]] = field(default_factory=Remembered, repr=False)
+    _mixtures: Remembered[tuple[Tensor, Tensor, Tensor]] = field(default_factory=Remembered, repr=False)
+    _shapes: Remembered[Shape] = field(default_factory=Remembered, repr=False)
 
     def put(self, slot: int, a: Tensor, b: Tensor) -> None:
         """Copy one adapter's factors, `[rank, in]` and `[rank, out]`, into the first gap that holds them."""
@@ -48,9 +47,8 @@ class SiteTable:
         if last > self.a.shape[0]:
             capacity = max(last, 2 * self.a.shape[0], _FIRST_RANKS)
             self.a, self.b = _grown(self.a, capacity), _grown(self.b, capacity)
-            # views would keep the old stacks in memory
-            self._made.clear()
-            self._mixtures.clear()
+            for made in (self._columns, self._groups, self._mixtures):
+                made.clear()  # views would keep the old stacks in memory
         # from page-locked memory the copy runs beside the host's work; its order with later kernels is the stream's
         self.a[first:last].copy_(a, non_blocking=True)
         self.b[first:last].copy_(b, non_blocking=True)
@@ -69,20 +67,23 @@ class SiteTable:
         found = self._shapes.get(slots)
         if found is None:
             ranks = tuple((slot, last - first) for slot, (first, last) in self._here(slots))
-            self._make_room(self._shapes)
-            found = self._shapes[slots] = shape_of(ranks, self.a.shape[1] + self.b.shape[1])
+            found = self._shapes.keep(slots, shape_of(ranks, self.a.shape[1] + self.b.shape[1]))
         return found
 
     def columns(self, slots: tuple[int, ...]) -> Columns:
         """Return the stacked factors of several adapters, in the order in which they lie here; may have holes."""
-        found = self._made.get(slots)
+        found = self._columns.get(slots)
         if found is None:
-            found = columns_of(self.a, self.b, self._here(slots))
-            self._make_room(self._made)
-            # copies never take more memory than the stacks
-            if sum(each.num_bytes for each in self._made.values()) + found.num_bytes > self.num_bytes:
-                self._made.clear()
-            self._made[slots] = found
+            made = columns_of(self.a, self.b, self._here(slots))
+            found = self._columns.keep(slots, made, made.num_bytes, self.num_bytes)
+        return found
+
+    def groups(self, slots: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return a `[slot, rank, in]` and b `[slot, rank, out]` of slots that all have one rank here, in this order."""
+        found = self._groups.get(slots)
+        if found is None:
+            a, b = (stack.view(len(slots), -1, stack.shape[1]) for stack in self._in_order(slots))
+            found = self._groups.keep(slots, (a, b), self._copied(a, b), self.num_bytes)
         return found
 
     def mixture(self, slots: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,21 +94,12 @@ class SiteTable:
         """
         found = self._mixtures.get(slots)
         if found is None:
-            self._make_room(self._mixtures)
-            found = self._mixtures[slots] = self._in_order(slots)
+            a, b = self._in_order(slots)
+            spans = [self.spans.get(slot, (0, 0)) for slot in slots]
+            owner = torch.tensor([place for place, span in enumerate(spans) for _ in range(*span)], dtype=torch.int64)
+            owner = (owner.pin_memory() if self.a.is_cuda else owner).to(self.a.device, non_blocking=True)
+            found = self._mixtures.keep(slots, (a, b, owner), self._copied(a, b), self.num_bytes)
         return found
-
-    def _in_order(self, slots: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        here = [(index, self.spans[slot]) for index, slot in enumerate(slots) if slot in self.spans]
-        owner = torch.tensor([index for index, (first, last) in here for _ in range(first, last)], dtype=torch.int64)
-        if here and all(left[1] == right[0] for (_, left), (_, right) in pairwise(here)):
-            a, b = (stack[here[0][1][0] : here[-1][1][1]] for stack in (self.a, self.b))
-        else:
-            spans = [span for _, span in here] or [(0, 0)]
-            a, b = (torch.cat([stack[first:last] for first, last in spans]) for stack in (self.a, self.b))
-        if self.a.is_cuda:
-            owner = owner.pin_memory()
-        return a, b, owner.to(self.a.device, non_blocking=True)
 
     @property
     def num_bytes(self) -> int:
@@ -116,6 +108,17 @@ class SiteTable:
 
     def _here(self, slots: tuple[int, ...]) -> list[tuple[int, tuple[int, int]]]:
         return [(slot, self.spans[slot]) for slot in slots if slot in self.spans]
+
+    def _in_order(self, slots: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return the factors of the slots that have any here, in this order; views when they lie side by side."""
+        spans = [span for _, span in self._here(slots)] or [(0, 0)]
+        if all(left[1] == right[0] for left, right in pairwise(spans)):
+            return self.a[spans[0][0] : spans[-1][1]], self.b[spans[0][0] : spans[-1][1]]
+        return tuple(torch.cat([stack[first:last] for first, last in spans]) for stack in (self.a, self.b))
+
+    def _copied(self, a: Tensor, b: Tensor) -> int:
+        is_view = a.untyped_storage().data_ptr() == self.a.untyped_storage().data_ptr()
+        return 0 if is_view else a.nbytes + b.nbytes
 
     def _gap(self, size: int) -> int:
         at = 0
@@ -127,15 +130,8 @@ class SiteTable:
 
     def _forget(self, slot: int) -> None:
         # a set that names the slot holds its rows, or the fact that it had none here
-        for made in (self._made, self._shapes, self._mixtures):
-            for slots in [slots for slots in made if slot in slots]:
-                del made[slots]
-
-    @staticmethod
-    def _make_room(made: dict[tuple[int, ...], Any]) -> None:
-        # sets of slots are as many as the batches that requests happen to form
-        while len(made) >= _MOST_SETS:
-            del made[next(iter(made))]
+        for made in (self._columns, self._groups, self._mixtures, self._shapes):
+            made.forget(slot)
 
 
 class SlotTable:
