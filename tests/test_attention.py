@@ -273,3 +273,16 @@ def test_what_no_layer_sees_can_be_dropped(windows, window):
     probe = ShapeProbe()
     probe.windows = windows
     assert probe.window == window
+
+
+def test_padding_is_bounded_where_everything_is_copied():
+    """On a GPU without Triton sequences of any length are copied, those of like length together."""
+    problem = Problem([Part(first, 1) for first in (0, 5, 64, 100, 250)], 6)
+    rows = [decode.SeenRow(at, span.plan.stream, 0, span.plan.first) for at, span in enumerate(problem.spans)]
+    copies = decode.PaddedRows.of_all(rows, torch.float32, problem.pool.device, free=32)
+    assert [len(copy._rows) for copy in copies] == [2, 2, 1]
+    out = torch.full((5, HEADS, VALUE), float("nan"))
+    problem.attend()  # writes the rows' own keys and values
+    for copy in copies:
+        copy.attend(out, problem.rows("query"), problem.pool.keys[0], problem.pool.values[0], SCALE, None)
+    assert (out - problem.expected()).abs().max() < 1e-5
