@@ -1,125 +1,102 @@
-"""Problems for paged_attention: sequences of uneven lengths in scattered blocks, and their result in float64."""
+"""Problems of paged_attention: rows of given lengths, whose KV lies in blocks that are scattered over a pool.
+
+As in lora_kernels.problems, a problem knows its result in float64. Slots that no row may read hold NaN.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from lora_kernels.paged_attention import BLOCK_TOKENS
+from lora_kernels.problems import normal
 
-_NO_BLOCK = 10**8  # where a table says nothing; whoever reads there reads far outside the pool
+BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Operands of paged_attention, named as there; slots that no row may see are NaN.
+    """Operands of paged_attention.
 
-    `settings` are its keyword arguments.
+    x `[row, head, key]` is the query; keys and values `[kv_head, slot, key]`; blocks int32 `[row, block]`; `lengths`
+    are positions of each row. `settings` are the op's keyword arguments, `scale` among them.
     """
 
     op: str
-    query: Tensor
+    x: Tensor
     keys: Tensor
     values: Tensor
     blocks: Tensor
-    lengths: Tensor
-    longest: int
+    lengths: tuple[int, ...]
     settings: dict[str, object] = field(default_factory=dict)
 
     @property
     def operand(self) -> Tensor:
         """The operand whose dtype and device are the op's."""
-        return self.query
+        return self.x
 
     @property
-    def args(self) -> tuple:
-        """The positional operands."""
-        return self.query, self.keys, self.values, self.blocks, self.lengths, self.longest
-
-    def rows(self, rows: list[int]) -> AttentionProblem:
-        """Return the problem of some of its rows alone."""
-        lengths = self.lengths[rows]
-        longest = int(lengths.max())
-        return replace(self, query=self.query[rows], blocks=self.blocks[rows], lengths=lengths, longest=longest)
-
-    def corrupted(self) -> AttentionProblem | None:
-        """Return a copy in which one KV head's values are a tenth too large; None where no row sees any."""
-        if not self.longest:
-            return None
-        values = self.values.clone()
-        values[0] *= 1.1
-        return replace(self, values=values)
+    def lengths_there(self) -> Tensor:
+        """The lengths as int32 on the operands' device."""
+        return torch.tensor(self.lengths, dtype=torch.int32).to(self.x.device)
 
     def exact(self) -> Tensor:
-        """Return the result in float64, one row and head at a time."""
-        num_rows, num_heads, _ = self.query.shape
+        """Return the op's result in float64, row by row."""
+        out = torch.zeros(*self.x.shape[:2], self.values.shape[2], dtype=torch.float64, device=self.x.device)
         window, softcap = self.settings.get("window"), self.settings.get("softcap")
-        out = torch.zeros(num_rows, num_heads, self.values.shape[2], dtype=torch.float64, device=self.query.device)
-        for row, length in enumerate(self.lengths.tolist()):
-            first = 0 if window is None else max(0, length - window)
-            slots = [int(self.blocks[row, t // BLOCK_TOKENS]) * BLOCK_TOKENS + t % BLOCK_TOKENS
-                     for t in range(first, length)]  # fmt: skip
-            for head in range(num_heads if slots else 0):
-                mine = head // (num_heads // len(self.keys))
-                scores = self.keys[mine, slots].double() @ self.query[row, head].double() * self.settings["scale"]
-                scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-                out[row, head] = torch.softmax(scores, 0) @ self.values[mine, slots].double()
+        for row, length in enumerate(self.lengths):
+            if not length:
+                continue
+            seen = torch.arange(max(0, length - (window or length)), length, device=self.x.device)
+            slots = self.blocks[row, seen // BLOCK_TOKENS].long() * BLOCK_TOKENS + seen % BLOCK_TOKENS
+            keys, values = self.keys[:, slots].double(), self.values[:, slots].double()
+            query = self.x[row].double().reshape(len(keys), -1, self.x.shape[2])
+            scores = query @ keys.mT * self.settings["scale"]
+            scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+            out[row] = (scores.softmax(-1) @ values).flatten(0, 1)
         return out
+
+    def corrupted(self) -> AttentionProblem | None:
+        """Return a copy in which the values of one block that a row reads are doubled; None where no row reads."""
+        row = max(range(len(self.lengths)), key=self.lengths.__getitem__, default=None)
+        if row is None or not self.lengths[row]:
+            return None
+        last = int(self.blocks[row, (self.lengths[row] - 1) // BLOCK_TOKENS])
+        values = self.values.clone()
+        values[:, last * BLOCK_TOKENS : (last + 1) * BLOCK_TOKENS] *= 2
+        return replace(self, values=values)
 
 
 def attention_problem(
     op: str,
-    lengths: list[int],
+    lengths: Sequence[int],
     num_heads: int,
-    kv_heads: int,
-    key: int,
-    value: int,
+    num_kv_heads: int,
+    head_dim: int,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    longest: int | None = None,
+    **settings: object,
 ) -> AttentionProblem:
-    """Return a problem; scores have a standard deviation near 2, so that a few positions matter and all count.
-
-    Args:
-        op: "paged_attention".
-        lengths: positions of each row's sequence, its own included; may be 0.
-        num_heads, kv_heads: the second divides the first.
-        key, value: widths of a head's keys and values.
-        dtype, device: of query, keys and values; on `meta` nothing has values.
-        seed: of every random number.
-        window, softcap: see `paged_attention`.
-        longest: what the host knows of `lengths`; None is their largest.
-    """
+    """Return a problem of rows of these lengths; `settings` may hold `window` and `softcap`."""
     counts = [-(-length // BLOCK_TOKENS) for length in lengths]
-    num_blocks = sum(counts) + 3
-    is_meta = torch.device(device).type == "meta"
-    generator = None if is_meta else torch.Generator(device).manual_seed(seed)
-    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
-    table = torch.full((len(lengths), max([*counts, 1])), _NO_BLOCK, dtype=torch.int32)
-    unseen = torch.ones(num_blocks * BLOCK_TOKENS, dtype=torch.bool)
-    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        for place in range(count):
-            first, block = place * BLOCK_TOKENS, order.pop()
-            begin = 0 if window is None else max(0, length - window)
-            if first + BLOCK_TOKENS > begin:
-                table[row, place] = block
-            low, high = max(begin - first, 0), min(length - first, BLOCK_TOKENS)
-            unseen[block * BLOCK_TOKENS + min(low, high) : block * BLOCK_TOKENS + high] = False
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
-
-    sides = drawn(kv_heads, len(unseen), key), drawn(kv_heads, len(unseen), value)
-    keys, values = (side.masked_fill_(unseen.to(device)[:, None], math.nan).to(dtype) for side in sides)
-    query = drawn(len(lengths), num_heads, key).to(dtype)
-    settings = {"scale": 2 * key**-0.5, "window": window, "softcap": softcap}
-    known = max([*lengths, 0]) if longest is None else longest
-    sizes = torch.tensor(lengths, dtype=torch.int32, device=device)
-    return AttentionProblem(op, query, keys, values, table.to(device), sizes, known, settings)
+    places = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+    blocks = torch.zeros(len(lengths), max(1, *counts, 1), dtype=torch.int32)
+    free = torch.ones(max(1, sum(counts)) * BLOCK_TOKENS, dtype=torch.bool)
+    first = 0
+    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        blocks[row, :count] = places[first : first + count]
+        first += count
+        seen = torch.arange(length)
+        free[blocks[row, seen // BLOCK_TOKENS].long() * BLOCK_TOKENS + seen % BLOCK_TOKENS] = False
+    randn = normal(device, seed)
+    query = randn(len(lengths), num_heads, head_dim).to(dtype)
+    keys, values = (randn(num_kv_heads, len(free), head_dim).to(dtype) for _ in range(2))
+    for side in (keys, values):
+        side.masked_fill_(free.to(side.device)[:, None], math.nan)
+    return AttentionProblem(
+        op, query, keys, values, blocks.to(device), tuple(lengths), {"scale": head_dim**-0.5, **settings}
+    )

@@ -35,6 +35,7 @@ def bench(
     shapes: Sequence[str] = ("7b",),
     layers: Sequence[str] = LAYERS,
     popularity: Sequence[str] = ("uniform",),
+    contexts: Sequence[int] = (1024,),
     dtypes: Sequence[torch.dtype] | None = None,
     device: torch.device | str | None = None,
     repeats: int = 50,
@@ -44,7 +45,7 @@ def bench(
 
     Args:
         ops: names, or ops of one's own; None is all that an engine on the device runs.
-        num_rows, ranks, shapes, layers, popularity: see `lora_kernels.registry.Case`.
+        num_rows, ranks, shapes, layers, popularity, contexts: see `lora_kernels.registry.Case`.
         dtypes: of the operands; None is bfloat16 on CUDA, float32 elsewhere.
         device: None is CUDA where there is one.
         repeats: samples of each case.
@@ -63,7 +64,7 @@ def bench(
     chosen = [op if isinstance(op, Op) else ALL_OPS[known("op", op, ALL_OPS)] for op in ops or ops_on(device)]
     axes = {
         "num_rows": tuple(num_rows), "rank": tuple(ranks), "shape": tuple(shapes), "layer": tuple(layers),
-        "popularity": tuple(popularity), "dtype": tuple(dtypes),
+        "popularity": tuple(popularity), "context": tuple(contexts), "dtype": tuple(dtypes),
     }  # fmt: skip
     cases = [(op, case) for op in chosen for case in cases_of(op, Case(device=str(device)), **axes)]
     large_rate = _large_copy_rate(device)
@@ -133,8 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         records = bench(
             arguments.op, num_rows=arguments.rows, ranks=arguments.rank, shapes=arguments.shape,
-            layers=arguments.layer or LAYERS, popularity=arguments.popularity, dtypes=dtypes, repeats=arguments.repeats,
-            device=device, report=report,
+            layers=arguments.layer or LAYERS, popularity=arguments.popularity, contexts=arguments.context,
+            dtypes=dtypes, repeats=arguments.repeats, device=device, report=report,
         )  # fmt: skip
     except WrongResult as error:
         print(f"error: {error}", file=sys.stderr)
@@ -147,7 +148,7 @@ class _Printed:
     """A table that is printed while it is made."""
 
     _HEAD = ("op", "path", "rows", "rank", "layer", "popularity", "us", "20-80 %", "GB/s", "of copy", "of same size")
-    _ROW = "{:<9} {:<7} {:>5} {:>5} {:<6} {:<11} {:>9} {:>17} {:>7} {:>8} {:>13}"
+    _ROW = "{:<15} {:<7} {:>5} {:>5} {:<6} {:<11} {:>9} {:>17} {:>7} {:>8} {:>13}"
 
     def __init__(self):
         self.is_started = False

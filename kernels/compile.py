@@ -73,7 +73,9 @@ def kernels(ops: Sequence[str] | None = None, dtype: torch.dtype = DTYPES["bf16"
 
 def name_of(launch: Launch) -> str:
     """Return a kernel's name: op and stage, dtype, constants, warps and stages, and integers not a multiple of 16."""
-    dtype = next(kind[1:] for kind in launch.signature.values() if kind.startswith("*"))
+    pointers = [kind[1:] for kind in launch.signature.values() if kind.startswith("*")]
+    # partial sums are float32 in any op: what tells builds apart is the operands' dtype
+    dtype = next((kind for kind in pointers if kind in ("bf16", "fp16")), pointers[0])
     constants = [f"{name}={value}" for name, value in launch.constexprs.items()]
     numbers = [i for i, kind in enumerate(launch.signature.values()) if kind in ("i32", "i64")]
     names = list(launch.signature)
@@ -82,24 +84,24 @@ def name_of(launch: Launch) -> str:
     return " ".join(parts + [f"odd:{','.join(odd)}"] * bool(odd))
 
 
-def build(wanted: Sequence[tuple[str, int]], jobs: int = 1) -> list[Built]:
-    """Build `(kernel, sm)` pairs in `jobs` child processes, in which Triton does not interpret.
+def build(wanted: Sequence[tuple[str, int]], jobs: int = 1, dtype: str = "bf16") -> list[Built]:
+    """Build `(kernel, sm)` pairs of one dtype in `jobs` child processes, in which Triton does not interpret.
 
     Raises:
         RuntimeError: a child process died.
     """
     shares = [share for share in (wanted[start::jobs] for start in range(jobs)) if share]
     with ThreadPoolExecutor(max(1, len(shares))) as pool:
-        built = [row for rows in pool.map(_in_child, shares) for row in rows]
+        built = [row for rows in pool.map(_in_child, shares, [dtype] * len(shares)) for row in rows]
     place = {pair: index for index, pair in enumerate(wanted)}
     return sorted(built, key=lambda row: place[row.kernel, row.sm])
 
 
-def _in_child(wanted: Sequence[tuple[str, int]]) -> list[Built]:
+def _in_child(wanted: Sequence[tuple[str, int]], dtype: str) -> list[Built]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "lora_kernels.compile", "--worker"], input=json.dumps(wanted), env=environment,
-        capture_output=True, text=True,
+        [sys.executable, "-m", "lora_kernels.compile", "--worker", "--dtype", dtype], input=json.dumps(wanted),
+        env=environment, capture_output=True, text=True,
     )  # fmt: skip
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -107,11 +109,9 @@ def _in_child(wanted: Sequence[tuple[str, int]]) -> list[Built]:
     return [Built(**row) for row in json.loads(done.stdout.splitlines()[-1])]
 
 
-def _work() -> int:
+def _work(dtype: str) -> int:
     wanted = json.loads(sys.stdin.read())
-    launches: dict[str, Launch] = {}
-    for op, dtype in sorted({(name.split(".")[0], name.split()[1]) for name, _ in wanted}):
-        launches |= kernels([op], DTYPES[dtype])
+    launches = kernels(sorted({name.split(".")[0] for name, _ in wanted}), DTYPES[dtype])
     print(json.dumps([asdict(_built(name, launches.get(name), sm)) for name, sm in wanted]))
     return 0
 
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     try:
-        return _work() if arguments.worker else run(arguments)
+        return _work(arguments.dtype) if arguments.worker else run(arguments)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -205,7 +205,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("the table is of bf16; leave out --dtype, or --check and --write")
     table = read_table() if arguments.check else None
     names = list(kernels(arguments.op, DTYPES[known("dtype", arguments.dtype, DTYPES)]))
-    built = build([(name, sm) for name in names for sm in arguments.sm], arguments.jobs)
+    built = build([(name, sm) for name in names for sm in arguments.sm], arguments.jobs, arguments.dtype)
     print(f"Triton {triton.__version__}\narch    registers  stack  shared  kernel")
     for row in built:
         print(f"sm_{row.sm:<5}{row.registers:>9}  {row.stack_bytes:>5}  {row.shared_bytes:>6}  {row.kernel}")

@@ -40,6 +40,8 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--popularity", nargs="+", default=["uniform"], metavar="NAME",
                         help="how rows choose adapters: identical, distinct, uniform, zipf:1.5, skewed, all_base, "
                         "half_base (uniform)")
+    parser.add_argument("--context", nargs="+", type=_count, default=[1024], metavar="N",
+                        help="positions that attention reads per row (1024)")
     parser.add_argument("--repeats", type=_count, default=50, metavar="N", help="samples of each case (50)")
     parser.add_argument("--json", action="store_true", help="print the JSON line only")
 
@@ -67,7 +69,8 @@ def parser_for(module: str, description: str, example: str) -> argparse.Argument
 
 
 def _add_ops(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--op", nargs="+", metavar="OP", help="only these: bgmv, sgmv, mix, blend, scalings, ... (all)")
+    parser.add_argument("--op", nargs="+", metavar="OP",
+                        help="only these: bgmv, sgmv, mix, blend, scalings, paged_attention (all)")
 
 
 def _count(text: str) -> int:

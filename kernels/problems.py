@@ -247,7 +247,7 @@ def rows_problem(
         num_adapters = MIXTURE_SIZE if op == "mix" else max(slots, default=BASE_SLOT) + 1
     ranks = [rank] if isinstance(rank, int) else list(rank)
     sizes = [0 if slot in absent else ranks[slot % len(ranks)] for slot in range(num_adapters)]
-    randn = _normal(device, seed)
+    randn = normal(device, seed)
     spans, owner = _stacked(sizes, absent, seed)
     total = len(owner)
     scale = torch.tensor([max(1, sizes[i]) for i in owner], dtype=torch.float32, device=device)[:, None].rsqrt()
@@ -284,13 +284,13 @@ def head_problem(
     **settings: object,
 ) -> HeadProblem:
     """Return a problem of the fused head; `settings` are those of `lora_kernels.scalings.scalings`."""
-    randn = _normal(device, seed)
+    randn = normal(device, seed)
     weight = randn(num_sites * num_adapters, width) * (2 * width**-0.5)
     shift = randn(num_sites * num_adapters).to(dtype) if bias else None
     return HeadProblem(op, randn(num_rows, width).to(dtype), weight.to(dtype), shift, num_adapters, settings)
 
 
-def _normal(device: torch.device | str, seed: int) -> Callable[..., Tensor]:
+def normal(device: torch.device | str, seed: int) -> Callable[..., Tensor]:
     """Return a maker of normal float32 tensors of given shapes; on `meta` they have no values."""
     if torch.device(device).type == "meta":
         return functools.partial(torch.randn, device=device)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lora_kernels import bgmv, blend, mix, scalings, sgmv
+from lora_kernels import bgmv, blend, mix, paged_attention, scalings, sgmv
+from lora_kernels.attention_problem import AttentionProblem, attention_problem
 from lora_kernels.checks import Cost
 from lora_kernels.op import LAYERS, LIMITS, SHAPES, Case, Checked, ModelShape, Op, cases_of, check, known, path_of
 from lora_kernels.problems import HeadProblem, RowsProblem, make_problem
@@ -87,6 +88,30 @@ def _head_cost(p: HeadProblem) -> Cost:
     return scalings.cost(*p.hidden.shape, p.num_sites, p.num_adapters, p.hidden.element_size())
 
 
+def _attention_case(case: Case) -> AttentionProblem:
+    heads = case.model.num_heads, case.model.num_kv_heads, case.model.head_dim
+    lengths = [case.context] * case.num_rows
+    return attention_problem("paged_attention", lengths, *heads, case.dtype, case.device, case.seed)
+
+
+def _small_attention(dtype: torch.dtype, device: str) -> list[AttentionProblem]:
+    return [
+        attention_problem("paged_attention", (33, 0, 1, 300, 16), 6, 2, 20, dtype, device),
+        attention_problem("paged_attention", (70, 9), 4, 4, 64, dtype, device, window=21, softcap=5.0),
+    ]
+
+
+def _attention(op: Callable, p: AttentionProblem) -> Callable[[], Tensor]:
+    lengths, longest = p.lengths_there, max(p.lengths, default=0)
+    return lambda: op(p.x, p.keys, p.values, p.blocks, lengths, longest, **p.settings)
+
+
+def _attention_cost(p: AttentionProblem) -> Cost:
+    (_, num_heads, key), (kv_heads, _, value) = p.x.shape, p.values.shape
+    window = p.settings.get("window")
+    return paged_attention.cost(list(p.lengths), num_heads, kv_heads, key, value, p.x.element_size(), window)
+
+
 def _in_one(p: RowsProblem) -> tuple:
     """Return blend's operands of one-hot rows: which rank rows each row has no part in."""
     slots = torch.tensor(p.slots, dtype=torch.int64, device=p.y.device)
@@ -118,6 +143,11 @@ OPS: dict[str, Op] = {
             _head_cost, ("top_k",), _small_heads, {"num_rows": (1, 16, 2048), "top_k": (None, 2)},
             # logits of half precision, which torch's path rounds, are a rounding of exponents
             LIMITS | {torch.float16: 2e-3, torch.bfloat16: 2e-2},
+        ),
+        Op(
+            "paged_attention", _attention_case, lambda p: _attention(paged_attention.paged_attention, p),
+            lambda p: _attention(paged_attention.paged_attention_reference, p)(), _attention_cost, ("context",),
+            _small_attention, {"num_rows": (1, 32), "context": (256, 4096)},
         ),
     )
 }  # fmt: skip

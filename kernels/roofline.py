@@ -1,13 +1,14 @@
 """The least time each op can take, computed from its cost and a bandwidth: `python -m lora_kernels.roofline`.
 
 Nothing here is measured. A row is one decoder layer's projections (q, k, v, o, gate, up, down) in bfloat16, or, for
-the classifier's head, one launch; the base's row is what its own weights and rows take.
+attention and the classifier's head, one call; the base's row is what its own weights and rows take.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -21,6 +22,7 @@ CASES = {
     "sgmv": [Case(2048, 16), Case(2048, 64)],
     "mix": [Case(32, 16), Case(2048, 16)],
     "scalings": [Case(32), Case(2048)],
+    "paged_attention": [Case(32, context=1024)],
 }
 
 
@@ -32,8 +34,8 @@ def rows(shape: str) -> Iterator[tuple[str, Cost]]:
         op = OPS[name]
         for case in cases:
             words = [f"{case.num_rows} rows"] + [f"rank {case.rank}"] * ("rank" in op.axes)
-            if "popularity" in op.axes:
-                words.append(case.popularity)
+            words += [case.popularity] * ("popularity" in op.axes)
+            words += [f"{case.context} positions each"] * ("context" in op.axes)
             yield f"`{name}`, {', '.join(words)}", _cost(name, case, shape)
 
 
@@ -42,7 +44,7 @@ def _cost(name: str, case: Case, shape: str) -> Cost:
     layers = PER_LAYER if "layer" in op.axes else {case.layer: 1}
     flops = num_bytes = 0
     for layer, count in layers.items():
-        at = Case(case.num_rows, case.rank, shape, layer, case.popularity, dtype=torch.bfloat16, device="meta")
+        at = replace(case, shape=shape, layer=layer, dtype=torch.bfloat16, device="meta")
         one = op.cost(op.make_problem(at))
         flops, num_bytes = flops + count * one.flops, num_bytes + count * one.num_bytes
     return Cost(flops, num_bytes)

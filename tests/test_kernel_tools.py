@@ -221,7 +221,7 @@ def test_nothing_in_the_committed_table_spills_or_asks_for_too_much():
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_kernels_of_other_dtypes_compile_without_a_spill(dtype):
     names = kernels(dtype=compile_tool.DTYPES[dtype])
-    built = build([(name, sm) for name in names for sm in (80, 90, 100)], jobs=2)
+    built = build([(name, sm) for name in names for sm in (80, 90, 100)], 2, dtype)
     assert len(built) > 30 and not [row.problem for row in built if row.problem]
 
 
@@ -277,7 +277,7 @@ def test_a_spill_is_found_and_named(tmp_path):
 def fake_builds(monkeypatch, tmp_path):
     """Build nothing: every kernel takes 10 registers; the table, in a folder of its own, says so too."""
     built = [Built(name, sm, 10, 0, 100) for name in kernels(["scalings"]) for sm in (80, 90, 100)]
-    monkeypatch.setattr(compile_tool, "build", lambda wanted, jobs: built)
+    monkeypatch.setattr(compile_tool, "build", lambda wanted, jobs, dtype: built)
     monkeypatch.setattr(compile_tool, "kernels", lambda ops=None, dtype=None: kernels(["scalings"]))
     monkeypatch.setattr(compile_tool, "read_table", lambda: read_table(tmp_path / "aot.json"))
     write_table(built, tmp_path / "aot.json")
