@@ -259,3 +259,19 @@ def test_a_use_waits_for_unloading_if_asked(engine):
         engine.unload("a")
     engine.unload("a", in_use="wait")
     assert handle.result().finish_reason == "length" and "a" not in engine.adapters
+
+
+@pytest.mark.parametrize("where", ["next_batch", "commit"])
+def test_a_mistake_of_the_engines_own_fails_everyone_and_hangs_nobody(engine, monkeypatch, where):
+    def broken(*_):
+        monkeypatch.undo()
+        raise AssertionError("a bug")
+
+    handles = [engine.submit("hello", **LONG) for _ in range(2)]
+    with engine.adapters.turn:
+        monkeypatch.setattr(engine.scheduler, where, broken)
+    for handle in handles:
+        done = handle.result(timeout_s=60)
+        assert done.error == "AssertionError: a bug" or done.finish_reason == "length"
+    assert engine.generate("hello", max_tokens=2).error is None
+    assert_idle(engine)

@@ -31,7 +31,7 @@ from workbench.engine.outcome import choose_tokens, classify, classify_rows
 from workbench.engine.request import Request
 from workbench.engine.result import Completion, TraceLabels, best_of, completion_of, failed, trace_of
 from workbench.engine.scheduler import Scheduler, reason_of
-from workbench.engine.sources import base_setting, check_adapter, named_base, read_mixture, read_ordering
+from workbench.engine.sources import base_setting, prepare_mixture, read_mixture, read_ordering
 from workbench.engine.submission import Submissions
 from workbench.errors import UserError, names
 from workbench.instrument.recorder import Recorder
@@ -40,8 +40,7 @@ from workbench.ordering import Ordering
 if TYPE_CHECKING:
     import pandas as pd
 
-_READ_WAIT_S = 0.05  # how long a step without rows waits for an adapter to be read
-_IDLE_S = 0.001  # and for anything else: a grammar, another thread
+_READ_WAIT_S, _IDLE_S = 0.05, 0.001  # how long a step without rows waits for an adapter to be read, for anything else
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -111,17 +110,7 @@ class Engine:
             lora: how plain adapters are held.
             **options: fields of `EngineConfig`.
         """
-        given = read_ordering(ordering)
-        if info is None:
-            base = named_base(mixture, given, options) if base is None else base
-            info = BaseInfo.read(EngineConfig().change(base=str(base), **options))
-        where = {"token": info.config.token, "offline": info.config.offline}
-        targets = info.targets()
-        read = read_mixture(
-            mixture, name, targets, info.label, info.hf_config.hidden_size, given, settings, where
-        )
-        for entry in given.preload_adapters if given is not None else ():
-            check_adapter(entry["adapter_model_id"], entry["name"], targets, info.label, where)
+        info, read, given = prepare_mixture(mixture, ordering, name, base, settings, info, options)
         engine = cls(info=info, lora=lora)
         engine.library.install(read, engine.device)
         engine.library.preload(given)
@@ -155,10 +144,8 @@ class Engine:
             settings: X-LoRA settings that override the repository's, such as `{"top_k_lora": 2}`.
             **where: `revision`, `token`, `offline` of a Hub id.
         """
-        given = read_ordering(ordering)
-        mixture = read_mixture(
-            source, name, self.model.targets, self.base_id, self.model.hidden_size, given, settings, where
-        )
+        given, size = read_ordering(ordering), self.model.hidden_size
+        mixture = read_mixture(source, name, self.model.targets, self.base_id, size, given, settings, where)
         self.library.check_new(mixture.name)
         self.library.install(mixture, self.device)
         self.library.preload(given)
@@ -175,7 +162,7 @@ class Engine:
         if in_use not in ("refuse", "wait"):
             raise UserError(f"in_use must be 'refuse' or 'wait', not {in_use!r}")
         if in_use == "refuse" and (users := self._users(name)):
-            ids = names([request.id for request in users])
+            ids = names([user.id for user in users])
             raise UserError(f"{name!r} is in use by requests {ids}; wait for them, cancel them, or say in_use='wait'")
         while self._users(name):
             self.step()
@@ -218,8 +205,7 @@ class Engine:
     def enqueue(self, prompt: Any, **options: Any) -> Request:
         """Queue a request for whoever steps next, without waking the engine's thread; arguments as for `submit`."""
         sampling, options = split_options(options)
-        request = self.submissions.make(prompt, sampling=sampling, **options)
-        self._queue([request])
+        self._queue([request := self.submissions.make(prompt, sampling=sampling, **options)])
         return request
 
     def generate(self, prompts: Any, **options: Any) -> Completion | list[Completion]:
@@ -305,16 +291,30 @@ class Engine:
         if not self.scheduler.has_work():
             return []
         with self.adapters.turn:  # slots change between steps only
-            with held_interrupts():
-                batch = self.scheduler.next_batch()
-            if batch.spans:
-                return self._forward(batch)
-            # everyone waits for an adapter to be read, or has failed to get one
-            finished = self._finished(self.scheduler.sweep())
-        if not finished:
+            try:
+                finished = self._step()
+            except Exception as error:  # a mistake of ours: nobody shall wait for ever because of it
+                finished = self._fail_all(reason_of(error))
+        if finished is None:
+            # everyone waits: for an adapter to be read, a grammar, another thread
             self.adapters.wait(_READ_WAIT_S)
             time.sleep(_IDLE_S)
-        return finished
+        return finished or []
+
+    def _step(self) -> list[Request] | None:
+        """Run one forward and return who finished; None when nobody could run and nobody finished."""
+        with held_interrupts():
+            batch = self.scheduler.next_batch()
+        if batch.spans:
+            return self._forward(batch)
+        return self._finished(self.scheduler.sweep()) or None
+
+    def _fail_all(self, reason: str) -> list[Request]:
+        self.meters.failed()
+        with held_interrupts():
+            for request in list(self.scheduler.requests()):
+                self.scheduler.end(request, "error", reason)
+            return self._finished(self.scheduler.sweep())
 
     def _forward(self, batch: StepBatch) -> list[Request]:
         self.meters.begin()

@@ -142,6 +142,7 @@ class Request:
         self.submitted_s = time.perf_counter()
         self.ended_s: float | None = None
         self.draft_ran, self._draft_after = False, None
+        self._num_own = 0
         self._scaling_pass: Tensor | None = None
         if self.mixture is not None:
             self.scalings = torch.empty(len(self.prompt_ids), len(self.mixture.sites), len(self.mixture.adapters))
@@ -211,7 +212,9 @@ class Request:
 
     def num_own(self, stop: int) -> int:
         """Return how many of the first `stop` positions, without a gap, use their own scalings."""
-        return next((p for p in range(len(self.prompt_ids), stop) if self.source(p) != p), stop)
+        while self._num_own < stop and self.source(self._num_own) == self._num_own:
+            self._num_own += 1
+        return min(self._num_own, stop)
 
     def known_after(self, position: int) -> int | None:
         """Return the token after `position` if it is known, a continuation's last one included."""

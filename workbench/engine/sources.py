@@ -8,7 +8,9 @@ from typing import Any
 
 from workbench import hub
 from workbench.adapters.model import LoRAModel, LoRATargetModule
+from workbench.config import EngineConfig
 from workbench.demo_base import BASE_ID as DEMO_BASE_ID
+from workbench.engine.base import BaseInfo
 from workbench.errors import UserError
 from workbench.ordering import Ordering
 from workbench.xlora import Mixture, find_mixture
@@ -44,6 +46,23 @@ def read_mixture(
     files = find_mixture(hub.resolve_mixture(str(source), **where))
     name = name or Path(str(source)).name
     return Mixture.read(files, name, targets, base, hidden_size, ordering, **(settings or {}))
+
+
+def prepare_mixture(
+    source: str | Path, ordering: Ordering | str | Path | None, name: str | None, base: str | Path | None,
+    settings: dict[str, Any] | None, info: BaseInfo | None, options: Mapping[str, Any],
+) -> tuple[BaseInfo, Mixture, Ordering | None]:
+    """Read a mixture against the base it is to run on, and check what it preloads; no weights of the base are read."""
+    given = read_ordering(ordering)
+    if info is None:
+        base = named_base(source, given, options) if base is None else base
+        info = BaseInfo.read(EngineConfig().change(base=str(base), **options))
+    where = {"token": info.config.token, "offline": info.config.offline}
+    targets = info.targets()
+    read = read_mixture(source, name, targets, info.label, info.hf_config.hidden_size, given, settings, where)
+    for entry in given.preload_adapters if given is not None else ():
+        check_adapter(entry["adapter_model_id"], entry["name"], targets, info.label, where)
+    return info, read, given
 
 
 def check_adapter(
