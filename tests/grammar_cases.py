@@ -47,7 +47,7 @@ SCHEMAS = [
     {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 5}, {"type": "string", "maxLength": 2}]},
     {"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
                {"properties": {"a": {"minimum": 3, "maximum": 7}, "b": {"type": "null"}}, "required": ["b"]}]},
-    {"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "discriminator": {"propertyName": "kind"},
+    {"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
      "$defs": {"A": TAGGED[0], "B": TAGGED[1]}},
 ]  # fmt: skip
 REGEXES = [
