@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -140,7 +141,12 @@ def run(arguments: argparse.Namespace) -> int:
     except WrongResult as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(json.dumps({"machine": machine(device), "torch": torch.__version__, "records": records}))
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if device.type == "cpu" and load > cores / 2 + 1:
+        print(f"note: other programs were running (load {load:.1f} on {cores} cores); times are theirs, too",
+              file=sys.stderr)  # fmt: skip
+    facts = {"machine": machine(device), "torch": torch.__version__, "load": round(load, 2)}
+    print(json.dumps({**facts, "records": records}))
     return 0
 
 

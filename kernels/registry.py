@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lora_kernels import bgmv, blend, mix, paged_attention, scalings, sgmv
+from lora_kernels import bgmv, blend, grouped, mix, paged_attention, scalings, sgmv
 from lora_kernels.attention_problem import AttentionProblem, attention_problem
 from lora_kernels.checks import Cost
 from lora_kernels.op import LAYERS, LIMITS, SHAPES, Case, Checked, ModelShape, Op, cases_of, check, known, path_of
@@ -127,6 +127,35 @@ def _blend_cost(p: RowsProblem) -> Cost:
     return blend.cost(len(p.x), (len(p.a),), p.x.shape[1], p.y.shape[1], p.x.element_size())
 
 
+def _grouped_case(case: Case) -> RowsProblem:
+    # groups are of rows with an adapter
+    popularity = "uniform" if "base" in case.popularity else case.popularity
+    operands = case.rank, *case.widths, popularity, case.dtype, case.device, case.seed
+    return make_problem("grouped", case.num_rows, *operands)
+
+
+def _small_groups(dtype: torch.dtype, device: str) -> list[RowsProblem]:
+    sizes = [(16, 8, 100, 33, "uniform"), (18, 5, 72, 130, "skewed"), (3, 7, 33, 64, "distinct")]
+    return [make_problem("grouped", *size, dtype, device) for size in sizes]
+
+
+def _in_groups(p: RowsProblem) -> tuple:
+    """Return grouped's operands: a group is a segment, filled up to the largest with its first row."""
+    parts = p.segments
+    a, b = (torch.stack([side[slice(*p.spans[slot])] for _, _, slot in parts]) for side in (p.a, p.b))
+    size = max(stop - start for start, stop, _ in parts)
+    gather = [start + i if start + i < stop else start for start, stop, _ in parts for i in range(size)]
+    scatter = [group * size + i for group, (start, stop, _) in enumerate(parts) for i in range(stop - start)]
+    is_even = len(gather) == len(scatter)
+    filling = None if is_even else tuple(torch.tensor(rows, device=p.y.device) for rows in (gather, scatter))
+    return p.y, p.x, a, b, filling
+
+
+def _run_grouped(p: RowsProblem) -> Callable[[], Tensor]:
+    operands = _in_groups(p)
+    return lambda: grouped.grouped(*operands)
+
+
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
@@ -152,12 +181,16 @@ OPS: dict[str, Op] = {
     )
 }  # fmt: skip
 
-# a CPU's: a GPU would gain nothing from rows that meet their neighbours' adapters
+# a CPU's, where a call costs as much as much arithmetic; a GPU's kernels find each row's adapter by themselves
 TORCH_OPS: dict[str, Op] = {
     "blend": Op(
         "blend", _rows_case("blend"), _run_blend, lambda p: blend.blend_reference(*_in_one(p)), _blend_cost,
         ("rank", "layer", "popularity"), _small_rows("blend"), {},
-    )
+    ),
+    "grouped": Op(
+        "grouped", _grouped_case, _run_grouped, lambda p: grouped.grouped_reference(*_in_groups(p)), _one_hot_cost,
+        ("rank", "layer", "popularity"), _small_groups, {},
+    ),
 }  # fmt: skip
 ALL_OPS = OPS | TORCH_OPS
 
