@@ -141,7 +141,8 @@ def run(arguments: argparse.Namespace) -> int:
     except WrongResult as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    # Windows does not say its load
+    load, cores = getattr(os, "getloadavg", lambda: (0.0,))()[0], os.cpu_count() or 1
     if device.type == "cpu" and load > cores / 2 + 1:
         print(f"note: other programs were running (load {load:.1f} on {cores} cores); times are theirs, too",
               file=sys.stderr)  # fmt: skip
