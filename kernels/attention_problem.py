@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from lora_kernels.paged_attention import BLOCK_TOKENS
 from lora_kernels.problems import normal
 
-BLOCK_TOKENS = 16
+_NO_BLOCK = 10**8  # where a table says nothing: whoever reads there leaves the pool
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,17 @@ class AttentionProblem:
     def lengths_there(self) -> Tensor:
         """The lengths as int32 on the operands' device."""
         return torch.tensor(self.lengths, dtype=torch.int32).to(self.x.device)
+
+    @property
+    def args(self) -> tuple:
+        """The op's positional operands."""
+        longest = max(self.lengths, default=0)
+        return self.x, self.keys, self.values, self.blocks, self.lengths_there, longest
+
+    def rows(self, rows: Sequence[int]) -> AttentionProblem:
+        """Return the problem of some of its rows alone."""
+        rows = list(rows)
+        return replace(self, x=self.x[rows], blocks=self.blocks[rows], lengths=tuple(self.lengths[i] for i in rows))
 
     def exact(self) -> Tensor:
         """Return the op's result in float64, row by row."""
@@ -79,24 +91,42 @@ def attention_problem(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    *,
+    value_dim: int | None = None,
     **settings: object,
 ) -> AttentionProblem:
-    """Return a problem of rows of these lengths; `settings` may hold `window` and `softcap`."""
+    """Return a problem of rows of these lengths; scores have a standard deviation near 2, so that positions differ.
+
+    Args:
+        op: "paged_attention".
+        lengths: positions of each row's sequence, its own included; may be 0.
+        num_heads, num_kv_heads: the second divides the first.
+        head_dim: width of queries and keys.
+        dtype, device: of query, keys and values.
+        seed: of every random number.
+        value_dim: width of values; None is `head_dim`.
+        **settings: `window` and `softcap` of the op.
+    """
+    window = settings.get("window")
     counts = [-(-length // BLOCK_TOKENS) for length in lengths]
     places = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
-    blocks = torch.zeros(len(lengths), max(1, *counts, 1), dtype=torch.int32)
+    blocks = torch.full((len(lengths), max([*counts, 1])), _NO_BLOCK, dtype=torch.int32)
     free = torch.ones(max(1, sum(counts)) * BLOCK_TOKENS, dtype=torch.bool)
     first = 0
     for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-        blocks[row, :count] = places[first : first + count]
+        begin = 0 if window is None else max(0, length - window)
+        # blocks before the window may be another stream's by now
+        kept = begin // BLOCK_TOKENS
+        blocks[row, kept:count] = places[first + kept : first + count]
         first += count
-        seen = torch.arange(length)
+        seen = torch.arange(begin, length)
         free[blocks[row, seen // BLOCK_TOKENS].long() * BLOCK_TOKENS + seen % BLOCK_TOKENS] = False
     randn = normal(device, seed)
     query = randn(len(lengths), num_heads, head_dim).to(dtype)
-    keys, values = (randn(num_kv_heads, len(free), head_dim).to(dtype) for _ in range(2))
+    widths = head_dim, value_dim or head_dim
+    keys, values = (randn(num_kv_heads, len(free), width).to(dtype) for width in widths)
     for side in (keys, values):
         side.masked_fill_(free.to(side.device)[:, None], math.nan)
     return AttentionProblem(
-        op, query, keys, values, blocks.to(device), tuple(lengths), {"scale": head_dim**-0.5, **settings}
+        op, query, keys, values, blocks.to(device), tuple(lengths), {"scale": 2 * head_dim**-0.5, **settings}
     )
