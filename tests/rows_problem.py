@@ -103,10 +103,10 @@ SITE_INDEXES = [
 
 
 @st.composite
-def rows_over(draw, loaded: list[int], fixed_shape: bool = False, max_size: int = 6) -> Rows:
+def rows_over(draw, loaded: list[int], fixed_shape: bool = False) -> Rows:
     """Draw runs of rows: of the base, of one adapter, of constant weights, or of a mixture."""
-    sorts = ["base", "one", "mixture", "merged"] if loaded else ["base"]
-    runs = draw(st.lists(st.tuples(st.sampled_from(sorts), st.integers(1, 5)), min_size=1, max_size=max_size))
+    sorts = ["base", "one", "one", "mixture", "merged"] if loaded else ["base"]
+    runs = draw(st.lists(st.tuples(st.sampled_from(sorts), st.integers(1, 5)), min_size=1, max_size=7))
     slots, mixtures = [], []
     by_row: dict[str, list[dict[int, float]]] = {site: [] for site in SITES}
     for sort, count in runs:

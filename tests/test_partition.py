@@ -44,7 +44,7 @@ def cost_of(bounds: tuple, shape: columns.Shape, is_grouped: bool) -> int:
     return by_cost.CALL_MACS + (bounds[-1][1] - bounds[0][0]) * sum(shape.ranks[slot] for slot in used) * shape.width
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(bounds_and_shapes())
 def test_every_segment_with_a_delta_is_in_one_group_and_no_choice_costs_more_than_a_call_each(drawn):
     bounds, shape = drawn

@@ -4,12 +4,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rows_problem import RANKS, SITES, SOME_SITES, Layers, adapter_of, check, rows_over, scene
+from rows_problem import RANKS, SITES, SOME_SITES, Layers, Rows, adapter_of, check, rows_over, scene
 
-from lora_kernels.segments import Segment
+from lora_kernels.grouped import grouped
+from lora_kernels.segments import Segment, plan_rows, segments
+from lora_kernels.triton_support import interpreting
 from workbench import UserError
-from workbench.adapters import columns, parts
+from workbench.adapters import columns, linear, parts
 from workbench.adapters import partition as by_cost
+from workbench.adapters import rows as rows_module
 from workbench.adapters.linear import MixtureSegment, RowWeights
 from workbench.adapters.partition import partition
 from workbench.adapters.parts import Part
@@ -46,6 +49,25 @@ def test_every_row_gets_its_own_deltas_whatever_was_loaded_and_evicted_before(ch
             check(layers, data.draw(rows_over(sorted(layers.loaded))))
 
 
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 1, 1), (3, 1, 2), (1, 5)])
+def test_rows_of_adapters_of_one_rank_get_their_own_deltas_in_groups(sizes, monkeypatch):
+    calls = []
+    monkeypatch.setattr(linear, "grouped", lambda *given: calls.append(given[-1]) or grouped(*given))
+    monkeypatch.setattr(by_cost, "FILL_MACS", 0)
+    partition.cache_clear()
+    layers = Layers()
+    for seed in range(4):
+        layers.put(adapter_of(3, seed, SITES))
+    for first in (0, 2):  # after base rows, or none; in the order of the table, or not
+        slots = [-1] * first + [slot for slot, size in zip((1, 3, 0), sizes, strict=False) for _ in range(size)]
+        own = [{slot: 1.0} if slot >= 0 else {} for slot in slots]
+        with torch.inference_mode():
+            check(layers, Rows(RowWeights(len(slots), segments(slots)), dict.fromkeys(SITES, own)))
+    partition.cache_clear()
+    assert len(calls) == 2 * 3, "one call at each site with features"
+    assert all((filling is None) == (min(sizes) == max(sizes)) for filling in calls)
+
+
 @settings(max_examples=30)
 @given(data=st.data())
 def test_the_kernels_path_and_the_padded_path_give_the_same(data):
@@ -58,6 +80,28 @@ def test_the_kernels_path_and_the_padded_path_give_the_same(data):
         layer._add = layer._add_by_kernel
     with torch.inference_mode():
         check(layers, rows)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 5)], ids=["bgmv", "sgmv"])
+def test_kernels_get_one_plan_per_step_and_give_every_row_its_own(sizes, monkeypatch):
+    """In Triton's interpreter; the mixture's rows go to mix."""
+    layers, _ = scene()
+    plans = []
+    monkeypatch.setattr(rows_module, "plan_rows", lambda *given: plans.append(given) or plan_rows(*given))
+    slots = [-1] + [0] * sizes[0] + [3] * sizes[1]
+    weights = torch.rand(2, len(SITES), 2)
+    mixture = MixtureSegment(len(slots), len(slots) + 2, (2, 1), weights, {site: i for i, site in enumerate(SITES)})
+    rows = RowWeights(len(slots) + 2, segments(slots), (mixture,))
+    own = {
+        site: [{slot: 1.0} if slot >= 0 else {} for slot in slots]
+        + [dict(zip((2, 1), each.tolist(), strict=True)) for each in mixture.weights_at(site)]
+        for site in SITES
+    }
+    for layer in layers.layers.values():
+        layer._add = layer._add_by_kernel
+    with torch.inference_mode(), interpreting():
+        check(layers, Rows(rows, own))
+    assert len(plans) == 1
 
 
 @settings(max_examples=30)

@@ -87,7 +87,9 @@ class Part:
         if self._mixtures:
             by_slot = self._by_slot
             is_small = by_slot.shape[0] * by_slot.shape[1] * layout.rank <= MOST_WEIGHTS
-            weights = by_slot.index_select(2, owner).unbind(0) if is_small else _OneSiteAtATime(by_slot, owner)
+            weights = _OneSiteAtATime(by_slot, owner)
+            if is_small:
+                weights = by_slot.gather(2, owner.expand(*by_slot.shape[:2], -1)).unbind(0)
         self._made[layout] = weights, outside
         return weights, outside
 
