@@ -138,10 +138,13 @@ def _content(given: Mapping[str, Any]) -> tuple[str, Any]:
             )
         said = f"type {kind!r} is not known{nearest(kind, _TYPES)}" if "type" in given else "it has no 'type'"
         raise UserError(f"response_format: {said}; the types are {names(_TYPES)}")
-    keys = {key: value for key, value in given.items() if key != "type" and not (value is None and key != "schema")}
-    if kind == "text" and keys.get("schema") is not None:
+    # None is "not given", as clients send it, but a schema of None asks for any object
+    has_own = kind in ("json_object", "json_schema") and given.get("json_schema") is None
+    may_be_none = ("schema",) if has_own else ()
+    keys = {key: value for key, value in given.items() if key != "type" and (value is not None or key in may_be_none)}
+    if kind == "text" and "schema" in keys:
         raise UserError("response_format of type 'text' allows any text, but has a schema; use type 'json_schema'")
-    allowed = ("schema",) if kind == "text" else _CONTENT[kind]
+    allowed = _CONTENT[kind]
     _require_known(keys, allowed, f"of type {kind!r}")
     found = [key for key in allowed if key in keys]
     if len(found) > 1:
