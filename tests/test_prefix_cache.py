@@ -52,6 +52,12 @@ def test_a_second_request_finds_the_first_ones_prompt_and_says_the_same(engine, 
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("who", WHO, ids=str)
+def test_what_the_last_step_made_is_found_too(engine, who):
+    assert engine.generate(PROMPT, max_tokens=1, ignore_eos=True, **who).cached_tokens == 0
+    assert engine.generate(PROMPT, max_tokens=1, ignore_eos=True, **who).cached_tokens == 32
+
+
 def test_a_mixture_finds_its_scaling_pass_in_a_base_requests_blocks_and_the_other_way_round(engine):
     told(engine, PROMPT)
     before = engine.counters()["scaling_rows"]

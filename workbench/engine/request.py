@@ -1,7 +1,7 @@
 """Request: the state of one generation, and what a forward did to it.
 
-Contract: a request changes only in `commit_scaling`, `commit_adapted`, `preempt` and `finish`; a step that fails in
-between leaves it as it was. What it wants from the next forward is in `planning`.
+Contract: a request changes only in `commit_scaling`, `commit_adapted`, `preempt`, `finish` and `free`; a step that
+fails in between leaves it as it was. What it wants from the next forward is in `planning`.
 """
 
 from __future__ import annotations
@@ -285,19 +285,19 @@ class Request:
 
     def preempt(self) -> None:
         """Give the KV back; everything known stays, and will be replayed."""
-        self._free()
+        self.free()
         self.num_preemptions += 1
 
     def finish(self, reason: str, error: str | None = None) -> None:
-        """End the request and free its KV; no error if it has ended."""
+        """End the request; no error if it has ended. Its KV stays until `free`: the last step's may be published."""
         if self.finish_reason is None:
             self.finish_reason, self.error = reason, error
             if reason != "stop" or not self.output.stopped:
                 self._say(self.output.finish(self.detokenizer.flush()))
             self.ended_s = time.perf_counter()
-        self._free()
 
-    def _free(self) -> None:
+    def free(self) -> None:
+        """Give back every KV block."""
         self.draft = None
         self.draft_ran, self._draft_after = False, None
         for stream in self.streams.values():

@@ -146,6 +146,7 @@ class Scheduler:
         """End a request that runs or waits, at once; no error if it has ended."""
         self._take_in()
         request.finish(reason, error)
+        request.free()
         with self._inbox_lock:
             compiled = self._compiling.pop(request, self) is None
         if compiled or self.waiting.remove(request):
@@ -156,6 +157,8 @@ class Scheduler:
         finished, self._ended = self._ended, []
         finished += [request for request in self.running if request.finish_reason is not None]
         self.running = [request for request in self.running if request.finish_reason is None]
+        for request in finished:
+            request.free()
         return finished
 
     def preempt(self, request: Request) -> None:
