@@ -142,15 +142,15 @@ def assert_right(p: RowsProblem, found: Tensor | None = None) -> None:
     assert worst < 4 * limit * scale, f"worst {worst:.1e} of {scale:.1f}"
 
 
-def assert_small(launches: list[Launch]) -> None:
+def assert_small(launches: list[Launch], max_programs: int = MAX_PROGRAMS) -> None:
     """In the interpreter a large grid would take minutes."""
-    assert all(launch.num_programs <= MAX_PROGRAMS for launch in launches), [(x.label, x.grid) for x in launches]
+    assert all(launch.num_programs <= max_programs for launch in launches), [(x.label, x.grid) for x in launches]
 
 
-def check_one_hot(case: dict) -> None:
+def check_one_hot(case: dict, max_programs: int = MAX_PROGRAMS) -> None:
     p = one_hot_problem(**case)
     launches = recorded(p)
-    assert_small(launches)
+    assert_small(launches, max_programs)
     used = [slot for slot in p.slots if slot in p.spans]
     assert bool(launches) == bool(used) or p.op == "bgmv"  # which does not look at the slots on the host
     found = launched(p)
@@ -190,7 +190,7 @@ def test_mixture_rows_equal_float64(case):
 @pytest.mark.full
 @pytest.mark.parametrize("case", product(ONE_HOT_FACTORS), ids=name)
 def test_one_hot_rows_equal_float64_in_every_combination(case):
-    check_one_hot(case)
+    check_one_hot(case, 4 * MAX_PROGRAMS)
 
 
 @pytest.mark.full
