@@ -12,6 +12,7 @@ HEAVY = ("torch", "triton", "transformers", "matplotlib", "pandas")
 # what a bare GPU box lacks: everything but torch, triton, transformers, safetensors, numpy and what they bring
 ABSENT = (
     "gguf",
+    "llguidance",
     "jinja2",
     "pandas",
     "matplotlib",
