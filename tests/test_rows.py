@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rows_problem import RANKS, SITES, SOME_SITES, Layers, Rows, adapter_of, check, rows_over, scene
 
-from lora_kernels.grouped import grouped
+from lora_kernels.blend import blend
 from lora_kernels.segments import Segment, plan_rows, segments
 from lora_kernels.triton_support import interpreting
 from workbench import UserError
@@ -52,7 +52,7 @@ def test_every_row_gets_its_own_deltas_whatever_was_loaded_and_evicted_before(ch
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 1, 1), (3, 1, 2), (1, 5)])
 def test_rows_of_adapters_of_one_rank_get_their_own_deltas_in_groups(sizes, monkeypatch):
     calls = []
-    monkeypatch.setattr(linear, "grouped", lambda *given: calls.append(given[-1]) or grouped(*given))
+    monkeypatch.setattr(linear, "blend", lambda *given: calls.append(given) or blend(*given))
     monkeypatch.setattr(by_cost, "FILL_MACS", 0)
     partition.cache_clear()
     layers = Layers()
@@ -65,7 +65,8 @@ def test_rows_of_adapters_of_one_rank_get_their_own_deltas_in_groups(sizes, monk
             check(layers, Rows(RowWeights(len(slots), segments(slots)), dict.fromkeys(SITES, own)))
     partition.cache_clear()
     assert len(calls) == 2 * 3, "one call at each site with features"
-    assert all((filling is None) == (min(sizes) == max(sizes)) for filling in calls)
+    assert all(len(a) == len(sizes) for _, _, a, *_ in calls)
+    assert all((filling is None) == (min(sizes) == max(sizes)) for *_, filling in calls)
 
 
 @settings(max_examples=30)

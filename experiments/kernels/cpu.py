@@ -5,9 +5,9 @@ Example:
 
 `layers` times the 210 linear layers of the demo base one after the other, without and with the deltas of synthetic
 adapters. `forward` times whole decode forwards of the engine's model, logits included, that differ in nothing but what
-their rows want. Calls of all kinds alternate, each kind once per round in an order of its own; a figure is the median
-over rounds of the ratio to the base's call of the same round, with the quartiles. Results go to
-experiments/kernels/results/cpu.json with the machine and its load, one entry per run.
+their rows want. `engine` times decode steps of the engine, scheduling and sampling included. Kinds alternate, each once
+per round in an order of its own; a figure is the median over rounds of the ratio to the base's call of the same round,
+with the quartiles. Results go to experiments/kernels/results/cpu.json with the machine and its load, one entry per run.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from workbench.adapters import LoRAConfig
 from workbench.adapters.linear import EVERY_SITE, LoRALinear, MixtureSegment, RowWeights
 from workbench.engine.batch import StepBatch
 from workbench.sweep.machine import environment
-from workbench.sweep.synthetic import adapter_of_each, load_adapters, random_prompts, write_adapters
+from workbench.sweep.synthetic import adapter_of_each, load_adapters, random_prompts, write_adapters, write_mixture
 
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
 POPULARITIES = ("identical", "uniform", "skewed", "distinct")
 NUM_ADAPTERS = 4  # of "uniform", of merges and of the mixture
+STEPS = 5  # timed at a stretch by `engine`
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8, help="rank of every adapter")
     parser.add_argument("--rounds", type=int, default=40, help="calls of each kind, at least 4")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
-    parser.add_argument("--parts", default="layers,forward", help="any of layers, forward")
+    parser.add_argument("--parts", default="layers,forward,engine", help="any of layers, forward, engine")
     asked = parser.parse_args()
-    parts = {"layers": layers, "forward": forward}
+    parts = {"layers": layers, "forward": forward, "engine": steps}
     chosen = asked.parts.split(",")
     if unknown := [name for name in chosen if name not in parts]:
         parser.error(f"there is no part {unknown[0]!r}; choose from {', '.join(parts)}")
@@ -67,9 +68,12 @@ def main() -> None:
     load = os.getloadavg()
     engine = Engine("demo", lora=LoRAConfig(max_num_loras=max(NUM_ADAPTERS, asked.rows)))
     with tempfile.TemporaryDirectory() as folder:
-        sources = write_adapters(Path(folder), engine.model.targets, max(NUM_ADAPTERS, asked.rows), asked.rank)
+        targets, hidden_size = engine.model.targets, engine.model.hidden_size
+        sources = write_adapters(Path(folder) / "adapters", targets, max(NUM_ADAPTERS, asked.rows), asked.rank)
         for name in load_adapters(engine, sources):
             engine.adapters.pin(name)
+        mixture = write_mixture(Path(folder) / "mix", targets, hidden_size, NUM_ADAPTERS, asked.rank, engine.base_id, 1)
+        engine.load_mixture(mixture, "mix")
     found = {"settings": vars(asked), "machine": environment("cpu"), "load_before": load}
     for name in chosen:
         found[name] = parts[name](engine, asked)
@@ -116,12 +120,14 @@ def layers(engine: Engine, asked: argparse.Namespace) -> dict[str, Any]:
     inputs = {width: torch.randn(1, asked.rows, width) for width in {layer.in_features for layer in wrapped}}
     pairs = [(layer, inputs[layer.in_features]) for layer in wrapped]
 
-    def call(kind: Kind) -> None:
+    def call(kind: Kind) -> float:
+        began = time.perf_counter()
         weights = kind.weights()
         engine.model.routing.rows = None if weights.is_base else weights
         for layer, x in pairs:
             layer(x)
         engine.model.routing.rows = None
+        return time.perf_counter() - began
 
     return compared(kinds(engine, asked.rows), call, asked.rounds)
 
@@ -130,17 +136,50 @@ def forward(engine: Engine, asked: argparse.Namespace) -> dict[str, Any]:
     """Whole forwards of rows that are decoded: one row of each of as many requests."""
     batch = decode_batch(engine, asked.rows)
 
-    def call(kind: Kind) -> None:
+    def call(kind: Kind) -> float:
+        began = time.perf_counter()
         own = replace(batch, weights=kind.weights())
         engine.model.logits(engine.model.hidden(own), own)
+        return time.perf_counter() - began
 
     return compared(kinds(engine, asked.rows), call, asked.rounds)
+
+
+def steps(engine: Engine, asked: argparse.Namespace) -> dict[str, Any]:
+    """Decode steps of the engine: as many requests as rows, each of which adds a row to every step."""
+    names = list(engine.adapters.names())
+    who: dict[str, list[dict[str, Any]]] = {
+        "base": [{}] * asked.rows,
+        "base again": [{}] * asked.rows,
+        "uniform": [{"adapter": names[row % NUM_ADAPTERS]} for row in range(asked.rows)],
+        # scalings of the last prompt token serve all later ones: one dense row a request
+        "xlora, index 0": [{"mixture": "mix", "tgt_non_granular_index": 0}] * asked.rows,
+    }
+    prompts = random_prompts(asked.rows, 16, engine.model.vocab_size)
+    kinds = [Kind(name, lambda: RowWeights(0)) for name in who]
+
+    def call(kind: Kind) -> float:
+        requests = [
+            engine.enqueue(prompt, max_tokens=STEPS + 2, ignore_eos=True, **own)
+            for prompt, own in zip(prompts, who[kind.name], strict=True)
+        ]
+        while not all(request.generated for request in requests):
+            engine.step()
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            engine.step()
+        spent = (time.perf_counter() - began) / STEPS
+        for request in requests:
+            engine.cancel(request)
+        return spent
+
+    return compared(kinds, call, max(4, asked.rounds // STEPS))
 
 
 def decode_batch(engine: Engine, num_rows: int) -> StepBatch:
     """Return the batch of a step in which `num_rows` requests of the base decode one row each."""
     seen: list[StepBatch] = []
-    inner = engine.model.hidden
+    inner, requests = engine.model.hidden, []
 
     def watched(batch: StepBatch) -> Tensor:
         seen.append(batch)
@@ -149,16 +188,19 @@ def decode_batch(engine: Engine, num_rows: int) -> StepBatch:
     engine.model.hidden = watched
     try:
         for prompt in random_prompts(num_rows, 64, engine.model.vocab_size):
-            engine.enqueue(prompt, max_tokens=64, ignore_eos=True)
+            requests.append(engine.enqueue(prompt, max_tokens=64, ignore_eos=True))
         while not seen or len(seen[-1].spans) < num_rows or seen[-1].num_rows != num_rows:
             engine.step()
     finally:
         engine.model.hidden = inner
+    for request in requests:
+        # its blocks stay what they are until others need them
+        engine.cancel(request)
     return seen[-1]
 
 
-def compared(kinds: list[Kind], call: Callable[[Kind], None], rounds: int) -> dict[str, Any]:
-    """Return for each kind its median time and the quartiles of its cost over the base, in percent of the base."""
+def compared(kinds: list[Kind], call: Callable[[Kind], float], rounds: int) -> dict[str, Any]:
+    """Return each kind's median time, and its cost over the base in percent of the base; a call returns seconds."""
     order = random.Random(0)
     times: dict[str, list[float]] = {kind.name: [] for kind in kinds}
     with torch.inference_mode():
@@ -166,9 +208,7 @@ def compared(kinds: list[Kind], call: Callable[[Kind], None], rounds: int) -> di
             call(kind)
         for _ in range(rounds):
             for kind in order.sample(kinds, len(kinds)):
-                began = time.perf_counter()
-                call(kind)
-                times[kind.name].append(time.perf_counter() - began)
+                times[kind.name].append(call(kind))
     found = {}
     for name, own in times.items():
         extra = [100 * (mine / base - 1) for mine, base in zip(own, times["base"], strict=True)]

@@ -92,7 +92,7 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Stacked factors of several slots: a `[rank, in]`, b `[rank, out]`, and the layout of their rank rows."""
+    """Stacked factors of several slots: a `[1, in, rank]`, b `[1, rank, out]`, and the layout of their rank rows."""
 
     a: Tensor
     b: Tensor
@@ -121,15 +121,19 @@ def columns_of(a: Tensor, b: Tensor, spans: Iterable[tuple[int, tuple[int, int]]
     """Return the rank rows of `(slot, (first, last))` out of the stacks a `[capacity, in]` and b `[capacity, out]`."""
     ascending = sorted(spans, key=lambda each: each[1])
     if not ascending:
-        return Columns(a[:0], b[:0], layout_of((), 0), False)
+        return _columns(a[:0], b[:0], layout_of((), 0), False)
     base, stop = ascending[0][1][0], ascending[-1][1][1]
     used = sum(last - first for _, (first, last) in ascending)
     if stop - base - used <= MOST_HOLES * used:
         layout = layout_of(tuple((slot, first - base, last - base) for slot, (first, last) in ascending), stop - base)
-        return Columns(a[base:stop], b[base:stop], layout, False)
+        return _columns(a[base:stop], b[base:stop], layout, False)
     parts, at = [], 0
     for slot, (first, last) in ascending:
         parts.append((slot, at, at + last - first))
         at += last - first
     a, b = (torch.cat([stack[first:last] for _, (first, last) in ascending]) for stack in (a, b))
-    return Columns(a, b, layout_of(tuple(parts), at), True)
+    return _columns(a, b, layout_of(tuple(parts), at), True)
+
+
+def _columns(a: Tensor, b: Tensor, layout: Layout, is_copy: bool) -> Columns:
+    return Columns(a.T[None], b[None], layout, is_copy)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lora_kernels.blend import weigh
+from lora_kernels.blend import Filling, weigh
 from workbench.adapters.linear import LoRALinear, Routing
 from workbench.adapters.rows import RowWeights
 from workbench.adapters.slots import SiteTable
@@ -34,20 +34,23 @@ class LoRAEmbedding(LoRALinear):
         # rounded as the base's own is
         self.factor = 1.0 if factor is None else float(base_layer.weight.new_tensor(float(factor)))
 
-    def _rows_of(self, x: Tensor) -> Tensor:
-        return x.reshape(-1)
+    def _flat(self, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return y.view(-1, y.shape[-1]), x.reshape(-1)
 
     def _blend(
-        self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, weights: Tensor | None = None, outside: Tensor | None = None
-    ) -> Tensor:
-        shrunk = a.index_select(1, x).T  # [row, rank]
-        return y.addmm_(weigh(shrunk, weights, outside), b, alpha=self.factor)
+        self, y: Tensor, x: Tensor, a: Tensor, b: Tensor,
+        weights: Tensor | None = None, outside: Tensor | None = None, filling: Filling | None = None,
+    ) -> Tensor:  # fmt: skip
+        assert filling is None, f"{self.site}: groups of token ids"
+        shrunk = a[0].index_select(0, x.reshape(-1))[None]  # [1, row, rank]
+        y.view(1, -1, y.shape[-1]).baddbmm_(weigh(shrunk, weights, outside), b, alpha=self.factor)
+        return y
 
     def _one_hot(self, y: Tensor, x: Tensor, rows: RowWeights) -> None:
         for start, stop, slot in rows.one_hot:
-            a, b, _ = self.table.mixture((slot,))
-            self._blend(y[start:stop], x[start:stop], a, b)
+            columns = self.table.columns((slot,))
+            self._blend(y[start:stop], x[start:stop], columns.a, columns.b)
 
     def _mix(self, y: Tensor, x: Tensor, slots: tuple[int, ...], weights: Tensor) -> Tensor:
         a, b, owner = self.table.mixture(slots)
-        return self._blend(y, x, a, b, weights.float().index_select(1, owner))
+        return self._blend(y, x, a.T[None], b[None], weights.float().index_select(1, owner)[None])

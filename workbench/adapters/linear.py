@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_kernels.bgmv import bgmv
-from lora_kernels.blend import blend
-from lora_kernels.grouped import grouped
+from lora_kernels.blend import Filling, blend
 from lora_kernels.mix import mix
 from lora_kernels.sgmv import sgmv
 from workbench.adapters.rows import EVERY_SITE, MixtureSegment, RowWeights
@@ -37,7 +36,7 @@ class LoRALinear(nn.Module):
         routing: the engine's routing.
     """
 
-    # whether its input has features, which batched products can multiply
+    # whether rows of one size per slot can go through batched products
     groups = True
 
     def __init__(self, base_layer: nn.Module, site: str, table: SiteTable, routing: Routing):
@@ -57,18 +56,17 @@ class LoRALinear(nn.Module):
         rows = self.routing.rows
         if rows is None or rows.is_base:
             return y
-        # a view, so that what is added to the rows is added to y
+        # so that what is added to a view of its rows is added to y
         y = y if y.is_contiguous() else y.contiguous()
-        flat_x, flat_y = self._rows_of(x), y.view(-1, y.shape[-1])
-        assert flat_x.shape[0] == rows.num_rows, f"{self.site}: {len(flat_x)} rows, not {rows.num_rows}"
+        assert y.shape[-2] == rows.num_rows, f"{self.site}: {y.shape[-2]} rows, not {rows.num_rows}"
         if self.table.gains:
-            self._rescale(flat_y, rows)
+            self._rescale(y.view(-1, y.shape[-1]), rows)
         if rows.fixed_shape:
-            self._add_whole(flat_y, flat_x, rows)
+            self._add_whole(y, x, rows)
         elif y.is_cpu:
-            self._add(flat_y, flat_x, rows)
+            self._add(y, x, rows)
         else:
-            self._add_by_kernel(flat_y, flat_x, rows)
+            self._add_by_kernel(y, x, rows)
         return y
 
     def _rescale(self, y: Tensor, rows: RowWeights) -> None:
@@ -85,16 +83,18 @@ class LoRALinear(nn.Module):
         """Add the deltas on a CPU, where a call costs more than the products of neighbours: few calls."""
         table, parts = self.table, rows.parts
         for part, is_grouped in parts.at(table.shape(parts.slots)):
-            start, stop = part.start, part.stop
-            own_y, own_x = (y, x) if stop - start == rows.num_rows else (y[start:stop], x[start:stop])
+            own_y, own_x = y, x
+            if part.num_rows < rows.num_rows:
+                own_y, own_x = (each[part.start : part.stop] for each in self._flat(y, x))
             if is_grouped and self.groups:
-                grouped(own_y, own_x, *table.groups(part.in_order), part.filling)
+                self._blend(own_y, own_x, *table.groups(part.in_order), None, None, part.filling)
             else:
                 columns = table.columns(part.slots)
                 self._blend(own_y, own_x, columns.a, columns.b, *part.weights_at(columns.layout, self.site))
 
     def _add_by_kernel(self, y: Tensor, x: Tensor, rows: RowWeights) -> None:
         """Add the deltas on a device, row by row or mixture by mixture: each row meets its own rank rows only."""
+        y, x = self._flat(y, x)
         if rows.one_hot:
             self._one_hot(y, x, rows)
         for m in rows.mixtures:
@@ -104,9 +104,10 @@ class LoRALinear(nn.Module):
 
     def _add_whole(self, y: Tensor, x: Tensor, rows: RowWeights) -> None:
         """Add the deltas, each computed over all rows with its adapters' own rank rows."""
+        y, x = self._flat(y, x)
         for start, stop, slot in rows.one_hot:
-            a, b, _ = self.table.mixture((slot,))
-            y[start:stop] += self._blend(torch.zeros_like(y), x, a, b)[start:stop]
+            columns = self.table.columns((slot,))
+            y[start:stop] += self._blend(torch.zeros_like(y), x, columns.a, columns.b)[start:stop]
         for m in rows.mixtures:
             if self.site in m.site_index:
                 weights = m.weights.new_zeros(len(x), len(m.slots))
@@ -114,13 +115,15 @@ class LoRALinear(nn.Module):
                 delta = self._mix(torch.zeros_like(y), x, m.slots, weights)
                 y[m.start : m.stop] += delta[m.start : m.stop]
 
-    def _rows_of(self, x: Tensor) -> Tensor:
-        return x.reshape(-1, x.shape[-1])
+    def _flat(self, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of the rows of y and x."""
+        return y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
 
     def _blend(
-        self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, weights: Tensor | None = None, outside: Tensor | None = None
-    ) -> Tensor:
-        return blend(y, x, a, b, weights, outside)
+        self, y: Tensor, x: Tensor, a: Tensor, b: Tensor,
+        weights: Tensor | None = None, outside: Tensor | None = None, filling: Filling | None = None,
+    ) -> Tensor:  # fmt: skip
+        return blend(y, x, a, b, weights, outside, filling)
 
     def _one_hot(self, y: Tensor, x: Tensor, rows: RowWeights) -> None:
         plan = rows.plan_on(x.device)

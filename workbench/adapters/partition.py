@@ -1,9 +1,9 @@
-"""Partition: which neighbouring segments of a forward share one call per site on a CPU, and by which op.
+"""Partition: which neighbouring segments of a forward share one call per site on a CPU, and how.
 
 Three ways, and what each costs beside the rows' own work:
 
     alone    a call for each segment
-    blend    one call, in which every row meets the rank rows of all: for mixtures, and for adapters of other ranks
+    joint    one call, in which every row meets the rank rows of all: for mixtures, and for adapters of other ranks
     grouped  one call of batched products, for one-hot segments of one rank: only groups of unequal size are filled up
 
 Contract: a choice changes what a forward costs, never what it computes.
@@ -25,7 +25,7 @@ FILL_MACS = 1 << 19
 
 
 class Group(NamedTuple):
-    """Members `first:last` of the segments, computed together; `is_grouped` says by which op."""
+    """Members `first:last` of the segments, computed together: in groups (`is_grouped`) or with all rank rows."""
 
     first: int
     last: int
@@ -99,14 +99,14 @@ class _Run:
         )  # fmt: skip
 
     def is_grouped(self, width: int) -> bool:
-        """Whether `grouped` is the cheaper op."""
-        return self._grouped(width) < self._blended(width)
+        """Whether groups are cheaper."""
+        return self._grouped(width) < self._joint(width)
 
     def cost(self, width: int) -> float:
         """Return multiplications, the call's included."""
-        return CALL_MACS + min(self._blended(width), self._grouped(width))
+        return CALL_MACS + min(self._joint(width), self._grouped(width))
 
-    def _blended(self, width: int) -> float:
+    def _joint(self, width: int) -> float:
         return (self.stop - self.start) * self.rank * width
 
     def _grouped(self, width: int) -> float:

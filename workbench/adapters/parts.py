@@ -43,7 +43,7 @@ class Parts:
         self._parts: dict[tuple[int, int], Part] = {}
 
     def at(self, shape: Shape) -> tuple[tuple[Part, bool], ...]:
-        """Return the parts of every site of this shape, in row order, each with whether its op is `grouped`."""
+        """Return the parts of every site of this shape, in row order, each with whether its slots are groups."""
         found = self._found.get(shape)
         if found is None:
             groups = partition(self._bounds, shape)
@@ -61,13 +61,14 @@ class Part:
     """Consecutive segments computed together.
 
     Attributes:
-        start, stop: their rows, and those between them.
+        start, stop: their rows, and those between them; `num_rows` in all.
         slots: the slots of all of them, ascending, each once.
     """
 
     def __init__(self, members: Sequence[Member]):
         self._members = members
         self.start, self.stop = members[0].start, members[-1].stop
+        self.num_rows = self.stop - self.start
         self.slots = tuple(sorted({slot for member in members for slot in slots_of(member)}))
         self._mixtures = [member for member in members if not isinstance(member, Segment)]
         self._sites = site_axis(self._mixtures)
@@ -83,13 +84,13 @@ class Part:
         weights = outside = None
         if len(self._members) > 1 or layout.has_holes:
             outside = (~self._inside).index_select(1, owner)
-            outside = outside if outside.any() else None
+            outside = outside[None] if outside.any() else None
         if self._mixtures:
             by_slot = self._by_slot
             is_small = by_slot.shape[0] * by_slot.shape[1] * layout.rank <= MOST_WEIGHTS
             weights = _OneSiteAtATime(by_slot, owner)
             if is_small:
-                weights = by_slot.gather(2, owner.expand(*by_slot.shape[:2], -1)).unbind(0)
+                weights = by_slot.gather(2, owner.expand(*by_slot.shape[:2], -1))[:, None].unbind(0)
         self._made[layout] = weights, outside
         return weights, outside
 
@@ -100,7 +101,7 @@ class Part:
 
     @functools.cached_property
     def filling(self) -> tuple[Tensor, Tensor] | None:
-        """How the op `grouped` makes groups of one size out of the segments; None where they are."""
+        """How `blend` makes groups of one size out of the segments; None where they are of one."""
         sizes = [member.stop - member.start for member in self._members]
         size = max(sizes)
         if min(sizes) == size:
@@ -121,7 +122,7 @@ class Part:
         for (before, after), used in zip(pairwise(self._members), of_members[1:], strict=True):
             found += [nothing, used]
             lengths += [after.start - before.stop, after.stop - after.start]
-        return torch.tensor(found).repeat_interleave(torch.tensor(lengths), 0, output_size=self.stop - self.start)
+        return torch.tensor(found).repeat_interleave(torch.tensor(lengths), 0, output_size=self.num_rows)
 
     @functools.cached_property
     def _by_slot(self) -> Tensor:
@@ -151,7 +152,7 @@ class _OneSiteAtATime:
         self._by_slot, self._owner = by_slot, owner
 
     def __getitem__(self, index: int) -> Tensor:
-        return self._by_slot[index].index_select(1, self._owner)
+        return self._by_slot[index].index_select(1, self._owner)[None]
 
 
 def slots_of(member: Member) -> tuple[int, ...]:

@@ -79,11 +79,11 @@ class SiteTable:
         return found
 
     def groups(self, slots: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return a `[slot, rank, in]` and b `[slot, rank, out]` of slots that all have one rank here, in this order."""
+        """Return a `[slot, in, rank]` and b `[slot, rank, out]` of slots that all have one rank here, in this order."""
         found = self._groups.get(slots)
         if found is None:
             a, b = (stack.view(len(slots), -1, stack.shape[1]) for stack in self._in_order(slots))
-            found = self._groups.keep(slots, (a, b), self._copied(a, b), self.num_bytes)
+            found = self._groups.keep(slots, (a.mT, b), self._copied(a, b), self.num_bytes)
         return found
 
     def mixture(self, slots: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
