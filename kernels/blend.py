@@ -46,8 +46,8 @@ def blend(
     """Add the weighted sum of rank rows to y in place and return y.
 
     Args:
-        y: `[row, out]` or `[1, row, out]`, the base layer's output.
-        x: `[row, in]` or `[1, row, in]`, its input; a group's rows lie together, groups in their order.
+        y: `[row, out]`, the base layer's output; dimensions of 1 before the rows, here and in x, are no matter.
+        x: `[row, in]`, its input; a group's rows lie together, groups in their order.
         a: `[group, in, rank]`, A factors, transposed (a view serves).
         b: `[group, rank, out]`, B factors, transposed and scaled; finite, as every row of a group meets all of them.
         weights: `[group, size, rank]`, any float dtype (the scaling happens in the wider of x's and this); None: all 1.
@@ -59,42 +59,28 @@ def blend(
     Raises:
         ValueError: operands that do not fit.
     """
-    # what torch would not refuse: tensors without data (meta) among those with, masks that broadcast, rows beside rows
-    if y.is_cpu == x.is_cpu == a.is_cpu == b.is_cpu and y.shape[:-1] == x.shape[:-1]:
-        try:
-            if _add(y, x, a, b, weights, outside, filling):
-                return y
-        except (RuntimeError, ValueError, IndexError):
-            # torch refuses before it writes; looking for the reason here costs nothing while operands fit
-            _explain(y, x, a, b, weights, outside, filling)
-            raise
+    groups, width = a.shape[0], x.shape[-1]
+    try:
+        own = x if filling is None else x.reshape(-1, width).index_select(0, filling[0])
+        shrunk = torch.bmm(own if groups == 1 and own.dim() == 3 else own.reshape(groups, -1, width), a)
+        # what torch would not refuse: tensors without data (meta) among those with, and masks that broadcast
+        if x.is_cpu == shrunk.is_cpu == b.is_cpu == y.is_cpu and _fits(weights, shrunk) and _fits(outside, shrunk):
+            weigh(shrunk, weights, outside)
+            if filling is not None:
+                deltas = torch.bmm(shrunk, b).view(-1, y.shape[-1]).index_select(0, filling[1])
+                return y.add_(deltas.view(y.shape))
+            (y if groups == 1 and y.dim() == 3 else y.view(groups, -1, y.shape[-1])).baddbmm_(shrunk, b)
+            return y
+    except (RuntimeError, ValueError, IndexError):
+        # torch refuses before it writes; looking for the reason here costs nothing while operands fit
+        _explain(y, x, a, b, weights, outside, filling)
+        raise
     _explain(y, x, a, b, weights, outside, filling)
     raise AssertionError("blend: operands that fit were refused")
 
 
-def _add(
-    y: Tensor, x: Tensor, a: Tensor, b: Tensor, weights: Tensor | None, outside: Tensor | None, filling: Filling | None
-) -> bool:
-    """Add the deltas, or leave y alone and return False if a mask is of another shape."""
-    groups, width, _ = a.shape
-    if filling is not None:
-        x = x.reshape(-1, width).index_select(0, filling[0])
-    if groups > 1 or x.dim() == 2:
-        x = x.reshape(groups, -1, width)
-    shrunk = torch.bmm(x, a)  # [group, size, rank]
-    if weights is not None and (weights.shape != shrunk.shape or weights.is_cpu != y.is_cpu):
-        return False
-    if outside is not None and (outside.shape != shrunk.shape or outside.is_cpu != y.is_cpu):
-        return False
-    weigh(shrunk, weights, outside)
-    if filling is not None:
-        deltas = torch.bmm(shrunk, b).view(-1, b.shape[2]).index_select(0, filling[1])
-        y.add_(deltas.view(y.shape))
-    elif groups > 1 or y.dim() == 2:
-        y.view(groups, -1, y.shape[-1]).baddbmm_(shrunk, b)
-    else:
-        y.baddbmm_(shrunk, b)
-    return True
+def _fits(mask: Tensor | None, shrunk: Tensor) -> bool:
+    return mask is None or (mask.shape == shrunk.shape and mask.is_cpu == shrunk.is_cpu)
 
 
 def weigh(shrunk: Tensor, weights: Tensor | None, outside: Tensor | None) -> Tensor:
@@ -110,7 +96,7 @@ def _explain(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, weights: Tensor | None, outside: Tensor | None, filling: Filling | None
 ) -> None:
     rows, groups = x.shape[-2:-1].numel(), a.shape[:1].numel()
-    fits = y.shape[:-2] + x.shape[:-2] in ((), (1, 1)) and len(y.shape[-2:]) == len(x.shape[-2:]) == 2
+    fits = y.shape[:-2].numel() == x.shape[:-2].numel() == 1 and len(y.shape[-2:]) == len(x.shape[-2:]) == 2
     fits = fits and a.dim() == b.dim() == 3 and y.shape[-2] == x.shape[-2] and a.shape[::2] == b.shape[:2]
     fits = fits and a.shape[1] == x.shape[-1] and b.shape[2] == y.shape[-1]
     if not (fits and y.dtype is x.dtype is a.dtype is b.dtype and y.device == x.device == a.device == b.device):

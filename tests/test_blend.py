@@ -85,8 +85,8 @@ def test_blend_equals_its_reference_and_float64(shape, sizes, masks):
     assert error_of(blend_reference(*o), wanted) < 2e-6 and torch.equal(o.y, found), "the reference leaves y alone"
     assert blend(found, *[*o][1:]) is found
     assert error_of(found, wanted) < 2e-6
-    with_one_more = blend(o.y[None].clone(), o.x[None], *[*o][2:])
-    assert with_one_more.shape == (1, *found.shape) and error_of(with_one_more[0], wanted) < 2e-6
+    for y, x in [(o.y[None].clone(), o.x[None]), (o.y[None].clone(), o.x), (o.y.clone(), o.x[None])]:
+        assert error_of(blend(y, x, *[*o][2:]).view_as(wanted), wanted) < 2e-6
 
 
 @pytest.mark.parametrize("sizes", [(7,), (3, 3), (1, 4)])
@@ -146,8 +146,11 @@ FOUR, FIVE = torch.arange(4), torch.arange(5)
 WRONG = [
     ("y", torch.zeros(6), r"y must be \[row, out\].* they are y \[6\]"),
     ("y", torch.zeros(1, 6), r"y must be .* y \[1, 6\] .* x \[4, 5\]"),
-    ("y", torch.zeros(1, 4, 6), "y must be"),
-    ("y", torch.zeros(2, 2, 6), "y must be"),
+    ("y", torch.zeros(1, 3, 6), r"y \[1, 3, 6\]"),
+    ("y", torch.zeros(2, 4, 6), r"y \[2, 4, 6\]"),
+    ("x", torch.zeros(1, 5), r"x \[1, 5\]"),
+    ("x", torch.zeros(2, 5), r"x \[2, 5\]"),
+    ("x", torch.zeros(4, 5, device="meta"), "on meta"),
     ("y", torch.zeros(4, 6, device="meta"), "on meta"),
     ("x", torch.zeros(3, 5), "y must be"),
     ("x", torch.zeros(4, 5, dtype=torch.float16), r"x \[4, 5\] torch.float16"),
