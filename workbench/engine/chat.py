@@ -92,7 +92,8 @@ class Chat:
     def stream(self, text: str, **override: Any) -> Iterator[str]:
         """Say something and yield the answer in pieces; the generator returns the `Completion`.
 
-        Leaving the loop early cancels the turn, and leaves the history as it was. Takes the arguments of `say`.
+        Leaving the loop early cancels the turn; then, as when it fails, the history stays as it was. Takes the
+        arguments of `say`.
         """
         with self._turn():
             prompt_text, ids = self._prompt(text)
