@@ -35,17 +35,27 @@ def tight(shelf):
     return lambda: engine_on(shelf, kv_bytes=8 * block, max_requests=10, max_rows_per_step=24), known
 
 
-def assert_gone(engine: weakref.ref, threads: set[threading.Thread]) -> None:
+def all_requests() -> weakref.WeakSet:
+    return weakref.WeakSet(each for each in gc.get_objects() if type(each) is Request)
+
+
+@pytest.fixture(autouse=True)
+def others() -> weakref.WeakSet:
+    """Return the requests that other tests keep alive."""
+    return all_requests()
+
+
+def assert_gone(engine: weakref.ref, threads: set[threading.Thread], others: weakref.WeakSet) -> None:
     """Fail if a closed engine, one of its requests or one of its threads lives on."""
     gc.collect()
     assert engine() is None
-    assert not [each for each in gc.get_objects() if type(each) is Request], "requests are kept alive"
+    assert not [each for each in all_requests() if each not in others], "requests are kept alive"
     left = [thread.name for thread in set(threading.enumerate()) - threads if thread.is_alive()]
     assert not left, f"threads left: {left}"
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3, 4))])
-def test_requests_with_faults_among_them_end_and_leave_nothing(shelf, tight, seed, count=2000):
+def test_requests_with_faults_among_them_end_and_leave_nothing(shelf, tight, others, seed, count=2000):
     before, (make, known) = set(threading.enumerate()), tight
     engine = make()
     FaultyForward(engine, seed, 0.01)
@@ -67,10 +77,10 @@ def test_requests_with_faults_among_them_end_and_leave_nothing(shelf, tight, see
     engine.close()
     gone = weakref.ref(engine)
     del engine, soak
-    assert_gone(gone, before)
+    assert_gone(gone, before, others)
 
 
-def test_an_engine_closed_in_the_midst_of_it_all_ends_everything(tight):
+def test_an_engine_closed_in_the_midst_of_it_all_ends_everything(tight, others):
     before, (make, _) = set(threading.enumerate()), tight
     engine = make()
     jobs = [job for job in (Job.of(number, 3) for number in range(150)) if job.fault is None and job.way != "score"]
@@ -85,4 +95,4 @@ def test_an_engine_closed_in_the_midst_of_it_all_ends_everything(tight):
     assert leaks(engine) == []
     gone = weakref.ref(engine)
     del engine, handles
-    assert_gone(gone, before)
+    assert_gone(gone, before, others)

@@ -7,6 +7,7 @@ waits for are stepped by a thread of the engine's own.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,26 +15,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.adapters.types import LoRAConfig, split_spec
+from workbench.adapters.types import LoRAConfig
 from workbench.config import EngineConfig
 from workbench.engine.base import BaseInfo
 from workbench.engine.batch import StepBatch
 from workbench.engine.driver import Driver
 from workbench.engine.grammar import GrammarCompiler
-from workbench.engine.handle import Handle
+from workbench.engine.handle import Handle, hear
 from workbench.engine.hf import BaseModel
 from workbench.engine.interrupts import held_interrupts
 from workbench.engine.library import Library
+from workbench.engine.loading import Loading
 from workbench.engine.memory import memory_for
 from workbench.engine.meters import Meters
-from workbench.engine.options import batch_of, require_loaded, split_options
+from workbench.engine.options import batch_of, split_options
 from workbench.engine.outcome import choose_tokens, classify, classify_rows
 from workbench.engine.request import Request
-from workbench.engine.result import Completion, TraceLabels, best_of, completion_of, failed, trace_of
+from workbench.engine.result import Completion, TraceLabels, best_of, completion_of, trace_of
 from workbench.engine.scheduler import Scheduler, reason_of
-from workbench.engine.sources import base_setting, prepare_mixture, read_mixture, read_ordering
+from workbench.engine.sources import base_setting, prepare_mixture
 from workbench.engine.submission import Submissions
-from workbench.errors import UserError, names
+from workbench.errors import UserError
 from workbench.instrument.recorder import Recorder
 from workbench.ordering import Ordering
 
@@ -44,7 +46,7 @@ _READ_WAIT_S, _IDLE_S = 0.05, 0.001  # how long a step without rows waits for an
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Engine:
+class Engine(Loading):
     """Runs base, single-adapter, merged and X-LoRA requests of one base model in one batch; safe to use from threads.
 
     Args:
@@ -86,7 +88,8 @@ class Engine:
         self.submissions = Submissions(info, self.library, self.memory, self.grammars)
         self.meters = Meters()
         self._recorders: list[Recorder] = []
-        self._driver, self._is_closed = Driver(self), False
+        self._driver, self._is_closed, self._door = Driver(self), False, threading.Lock()
+        self._stepper: int | None = None  # the thread that runs a step
         for answer in self.adapters.load_all(self.adapters.config.sources()).values():
             answer.raise_for_status()
 
@@ -116,61 +119,6 @@ class Engine:
         engine.library.preload(given)
         return engine
 
-    def load_adapter(self, source: str | Path, name: str | None = None, *, pinned: bool = False, **where: Any) -> str:
-        """Load a LoRA adapter and return its name; `adapters` has the manager with everything else.
-
-        Args:
-            source: folder, Hub id, demo/NAME, or `name=` one of them.
-            name: what requests call it; by default the folder's name.
-            pinned: keep it in a slot for good.
-            **where: `revision`, `token`, `offline` of a Hub id.
-        """
-        if name is None:
-            name, source = split_spec(str(source))
-        self.library.load(source, name, pinned, **where)
-        return name
-
-    def load_mixture(
-        self, source: str | Path = "demo", name: str | None = None, ordering: Ordering | str | Path | None = None,
-        settings: dict[str, Any] | None = None, **where: Any,
-    ) -> str:
-        """Load an X-LoRA mixture and return its name.
-
-        Args:
-            source: "demo", folder or Hub id of an X-LoRA repository.
-            name: what requests call it; by default the folder's name.
-            ordering: fixes the adapter and site axes; an `Ordering` or its file. Made from the model when None. The
-                adapters it says to preload are loaded too.
-            settings: X-LoRA settings that override the repository's, such as `{"top_k_lora": 2}`.
-            **where: `revision`, `token`, `offline` of a Hub id.
-        """
-        given, size = read_ordering(ordering), self.model.hidden_size
-        mixture = read_mixture(source, name, self.model.targets, self.base_id, size, given, settings, where)
-        self.library.check_new(mixture.name)
-        self.library.install(mixture, self.device)
-        self.library.preload(given)
-        return mixture.name
-
-    def unload(self, name: str, *, in_use: str = "refuse") -> None:
-        """Unload an adapter or mixture.
-
-        Args:
-            name: which.
-            in_use: what to do when unfinished requests use it: "refuse", or "wait" for them to end.
-        """
-        require_loaded(name, "adapter or mixture", [*self.adapters.names(), *self.mixtures])
-        if in_use not in ("refuse", "wait"):
-            raise UserError(f"in_use must be 'refuse' or 'wait', not {in_use!r}")
-        if in_use == "refuse" and (users := self._users(name)):
-            ids = names([user.id for user in users])
-            raise UserError(f"{name!r} is in use by requests {ids}; wait for them, cancel them, or say in_use='wait'")
-        while self._users(name):
-            self.step()
-        if name in self.adapters:
-            self.adapters.unload(name).raise_for_status()
-        else:
-            self.library.remove_mixture(name)
-
     def submit(self, prompt: Any, **options: Any) -> Handle:
         """Start a request and return its handle at once; the engine's own thread runs it.
 
@@ -193,10 +141,7 @@ class Engine:
         Raises:
             UserError: a prompt, name or setting that does not fit, or an engine that is closed.
         """
-        sampling, options = split_options(options)
-        if sampling.num_answers > 1:
-            raise UserError("n and best_of make several requests of one: ask generate for them, or submit each")
-        request = self.submissions.make(prompt, sampling=sampling, **options)
+        request = self._one(prompt, options)
         handle = Handle(self, request)
         self._queue([request])
         self._driver.wake()
@@ -204,8 +149,7 @@ class Engine:
 
     def enqueue(self, prompt: Any, **options: Any) -> Request:
         """Queue a request for whoever steps next, without waking the engine's thread; arguments as for `submit`."""
-        sampling, options = split_options(options)
-        self._queue([request := self.submissions.make(prompt, sampling=sampling, **options)])
+        self._queue([request := self._one(prompt, options)])
         return request
 
     def generate(self, prompts: Any, **options: Any) -> Completion | list[Completion]:
@@ -216,21 +160,17 @@ class Engine:
         `Completion` with its `error` and the others run; what is wrong with all of them alike is raised. With `n`
         above 1, a `Completion` is the likeliest of `n`, all of them in its `choices`.
         """
+        self.require_outside()
         is_batch = self.prompts.is_batch(prompts)
-        made: list[list[Request] | Completion] = []
-        for prompt, own in batch_of(prompts if is_batch else [prompts], options):
-            try:
-                sampling, own = split_options(own)
-                made.append(self.submissions.copies(prompt, sampling, own))
-            except UserError as error:
-                if not is_batch:
-                    raise
-                made.append(failed(self.submissions.claim()[0], str(error)))
-                self.submissions.ended(made[-1].request_id)
-        errors = {each.error for each in made if isinstance(each, Completion)}
-        if len(errors) == 1 and all(isinstance(each, Completion) for each in made):
-            raise UserError(errors.pop())
-        self._run([request for each in made if not isinstance(each, Completion) for request in each])
+        made = self.submissions.batch(batch_of(prompts if is_batch else [prompts], options), is_batch)
+        requests = [request for each in made if not isinstance(each, Completion) for request in each]
+        self._queue(requests)
+        try:
+            while any(request.finish_reason is None for request in requests):
+                self._step_or_wait()
+        finally:
+            for request in requests:
+                self.cancel(request)
         done = [each if isinstance(each, Completion) else best_of(each) for each in made]
         return done if is_batch else done[0]
 
@@ -246,6 +186,8 @@ class Engine:
         Returns:
             `Completion`s whose `logprobs` are those of the continuations' tokens (natural log).
         """
+        if continuations is None:
+            raise UserError("score needs a continuation: text or token ids, one per prompt")
         if not self.prompts.is_batch(prompts):
             return self.generate(prompts, continuation=continuations, **options)
         if not isinstance(continuations, Sequence) or isinstance(continuations, str):
@@ -255,18 +197,23 @@ class Engine:
     def stream(self, prompt: Any, **options: Any) -> Iterator[str]:
         """Yield pieces of text as they become certain; the generator returns the `Completion`.
 
-        Takes the arguments of `submit`. Leaving the loop early cancels the request.
+        Takes the arguments of `submit`. Leaving the loop early cancels the request; one that fails raises a UserError.
         """
+        self.require_outside()
         pieces: list[str] = []
-        request = self.enqueue(prompt, on_text=pieces.append, **options)
+        request = self._one(prompt, options)
+        hear(request, pieces.append)
+        self._queue([request])
         try:
             while request.finish_reason is None:
-                self.step()
+                self._step_or_wait()
                 while pieces:
                     yield pieces.pop(0)
-            yield from pieces
         finally:
-            self.cancel(request)
+            self.cancel(request)  # or wait until the thread that ended it is done with it
+        yield from pieces
+        if request.error:
+            raise UserError(request.error)
         return completion_of(request)
 
     def record(self, *what: str) -> Recorder:
@@ -288,13 +235,17 @@ class Engine:
 
         An exception in it fails the request it belongs to; the others go on.
         """
+        self.require_outside()
         if not self.scheduler.has_work():
             return []
         with self.adapters.turn:  # slots change between steps only
+            self._stepper = threading.get_ident()
             try:
                 finished = self._step()
             except Exception as error:  # a mistake of ours: nobody shall wait for ever because of it
                 finished = self._fail_all(reason_of(error))
+            finally:
+                self._stepper = None
         if finished is None:
             # everyone waits: for an adapter to be read, a grammar, another thread
             self.adapters.wait(_READ_WAIT_S)
@@ -345,7 +296,9 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what runs, end the engine's threads and drop its KV; no error if it is closed."""
-        self._is_closed = True
+        self.require_outside()
+        with self._door:
+            self._is_closed = True
         self._driver.close()
         with self.adapters.turn:
             for request in list(self.scheduler.requests()):
@@ -360,26 +313,32 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _queue(self, requests: Sequence[Request]) -> None:
+    def require_outside(self) -> None:
+        """Raise inside a callback of a request: there a step is running, which cannot wait for another one."""
+        if self._stepper == threading.get_ident():
+            raise UserError("a request's callback runs inside a step of the engine: it may cancel and submit, not wait")
+
+    def require_open(self) -> None:
+        """Raise once the engine is closed."""
         if self._is_closed:
-            for request in requests:
-                request.finish("cancelled")
-                self.library.leave(request)
-                self.submissions.ended(request.id)
             raise UserError("this engine is closed; make a new one")
-        self.scheduler.add(requests)
 
-    def _run(self, requests: Sequence[Request]) -> None:
-        self._queue(requests)
-        try:
-            while any(request.finish_reason is None for request in requests):
-                self.step()
-        finally:
-            for request in requests:
-                self.cancel(request)
+    def _one(self, prompt: Any, options: dict[str, Any]) -> Request:
+        sampling, options = split_options(options)
+        if sampling.num_answers > 1:
+            raise UserError("n and best_of make several requests of one: ask generate for them, or submit each")
+        return self.submissions.make(prompt, sampling=sampling, **options)
 
-    def _users(self, name: str) -> list[Request]:
-        return [r for r in self.scheduler.requests() if name in r.names or (r.mixture and r.mixture.name == name)]
+    def _queue(self, requests: Sequence[Request]) -> None:
+        with self._door:
+            if not self._is_closed:
+                return self.scheduler.add(requests)
+        self.submissions.discard(requests)
+        self.require_open()
+
+    def _step_or_wait(self) -> None:
+        if not self.step() and not self.scheduler.has_work():
+            time.sleep(_IDLE_S)
 
     def _finished(self, requests: list[Request]) -> list[Request]:
         labels = TraceLabels(self.base_id, self.config.dtype)

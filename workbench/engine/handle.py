@@ -14,10 +14,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from workbench.engine.result import Completion, completion_of
+from workbench.errors import UserError
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
     from workbench.engine.request import Request
+
+
+def hear(request: Request, listener: Callable[[str], None]) -> None:
+    """Tell a listener every piece of a request's text, before whoever is told already."""
+    say = request.on_text
+
+    def on_text(piece: str) -> None:
+        listener(piece)
+        if say is not None:
+            say(piece)
+
+    request.on_text = on_text
 
 
 @dataclass(frozen=True)
@@ -54,14 +67,8 @@ class Handle:
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         self._num_choices, self._is_done = 0, False
-        say = request.on_text
-
-        def on_text(piece: str) -> None:
-            self._pieces.append(piece)
-            if say is not None:
-                say(piece)
-
-        request.on_text, request.on_progress = on_text, self._progress
+        hear(request, self._pieces.append)
+        request.on_progress = self._progress
 
     @property
     def id(self) -> str:
@@ -82,7 +89,9 @@ class Handle:
 
         Raises:
             TimeoutError: it has not ended after `timeout_s` seconds; it goes on.
+            UserError: called from a request's callback, where nothing can be waited for.
         """
+        self._engine.require_outside()
         try:
             with self._changed:
                 if not self._changed.wait_for(lambda: self._is_done, timeout_s):
@@ -93,7 +102,12 @@ class Handle:
         return completion_of(self.request)
 
     def tokens(self) -> Iterator[Token]:
-        """Yield every token from the first on, as it comes; leaving the loop early cancels the request."""
+        """Yield every token from the first on, as it comes; leaving the loop early cancels the request.
+
+        Raises:
+            UserError: the request failed; after the tokens it had.
+        """
+        self._engine.require_outside()
         read, finished = 0, False
         try:
             while True:
@@ -108,6 +122,8 @@ class Handle:
         finally:
             if not finished:
                 self.cancel()
+            elif self.request.error:
+                raise UserError(self.request.error)
 
     def text(self) -> Iterator[str]:
         """Yield pieces of text as they become certain; leaving the loop early cancels the request."""
@@ -157,7 +173,8 @@ class Handle:
 
     def _progress(self, request: Request) -> None:
         """Take what a step has done to the request; on the thread that runs the step."""
-        text, self._pieces = "".join(self._pieces), []
+        text = "".join(self._pieces)
+        self._pieces.clear()
         with self._changed:
             first = self._num_choices
             for index, choice in enumerate(request.choices[first:], first):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -31,6 +33,9 @@ class Library:
         self.slots = SlotTable(model.dtype, model.device)
         self.adapters = LoRAManager(self.slots, model.targets, base_id, config, self._wrap)
         self.mixtures: dict[str, Mixture] = {}
+        self._mixture_users: Counter[str] = Counter()
+        self._leaving: set[str] = set()
+        self._lock = threading.Lock()
 
     def check_new(self, name: str) -> None:
         """Raise if a name is taken."""
@@ -41,6 +46,7 @@ class Library:
         """Put a mixture's adapters into slots of their own and keep it."""
         slots: list[int] = []
         with self.adapters.turn:
+            self.check_new(mixture.name)
             try:
                 for adapter in mixture.adapters:
                     self._wrap(adapter)
@@ -62,11 +68,39 @@ class Library:
         for entry in ordering.preload_adapters if ordering is not None else ():
             self.load(entry["adapter_model_id"], entry["name"])
 
-    def remove_mixture(self, name: str) -> None:
-        """Forget a mixture and empty its slots."""
-        with self.adapters.turn:
+    def remove_mixture(self, name: str, in_use: str) -> bool:
+        """Forget a mixture and empty its slots; False when requests use it, and, for "wait", no new one may."""
+        with self.adapters.turn, self._lock:
+            if self._mixture_users[name]:
+                if in_use == "wait":
+                    self._leaving.add(name)
+                return False
+            self._leaving.discard(name)
+            del self._mixture_users[name]
             for slot in self.mixtures.pop(name).slots:
                 self.slots.drop(slot)
+            return True
+
+    def enter(self, request: Request) -> None:
+        """Keep what a request names from being unloaded, until `leave`.
+
+        Raises:
+            UserError: it is not loaded any more, or is leaving.
+        """
+        entered: list[int] = []
+        try:
+            for name in request.names:
+                entered.append(self.adapters.enter(name))
+        finally:
+            request.tickets = tuple(entered)
+            request.entered = request.names[: len(entered)]
+        if request.mixture is not None:
+            name = request.mixture.name
+            with self._lock:
+                if self.mixtures.get(name) is not request.mixture or name in self._leaving:
+                    raise UserError(f"mixture {name!r} is being unloaded; it takes no new requests")
+                self._mixture_users[name] += 1
+                request.holds_mixture = True
 
     def lease(self, request: Request) -> bool:
         """Keep a request's adapters in slots for it; False when it must wait.
@@ -102,9 +136,13 @@ class Library:
     def leave(self, request: Request) -> None:
         """End everything a finished request holds here."""
         self.end_lease(request)
-        for name, ticket in zip(request.names, request.tickets, strict=True):
+        for name, ticket in zip(request.entered, request.tickets, strict=True):
             self.adapters.leave(name, ticket)
-        request.tickets = ()
+        request.entered = request.tickets = ()
+        if request.holds_mixture:
+            request.holds_mixture = False
+            with self._lock:
+                self._mixture_users[request.mixture.name] -= 1
 
     def _refuse_dora(self, slots: Sequence[int]) -> None:
         for slot in slots:

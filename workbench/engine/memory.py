@@ -83,16 +83,14 @@ class Memory:
         """Make sure of blocks for a plan's rows; False, with nothing changed, when there are too few."""
         return plan.stream.reserve(plan.stop, plan.request.max_length)
 
-    def committed(self, plan: SpanPlan) -> None:
-        """Publish what a committed plan has completed, and free what no later row will see."""
-        stream = plan.request.streams.get(plan.kind)
-        if stream is None or not stream.length:
-            return
-        if self.prefix_cache:
+    def committed(self, request: Request, kind: str) -> None:
+        """Publish what a stream has completed, and free what no later row will see."""
+        stream = request.streams[kind]
+        if self.prefix_cache and stream.length:
             until = stream.length
-            if plan.kind == ADAPTED and plan.request.mixture is not None:
-                until = plan.request.num_own(until)
-            stream.publish(plan.request.tokens, until)
+            if kind == ADAPTED and request.mixture is not None:
+                until = request.num_own(until)
+            stream.publish(request.tokens, until)
         if self.window is not None:
             stream.drop_before(stream.length - self.window + 1)
 

@@ -18,6 +18,21 @@ _PER_PROMPT = (
 _OTHERS = ("sampling", "on_text", "request_id", "distributions", "priority", "deadline_s")
 
 
+def check_arguments(
+    adapter: Any, mixture: Any, on_text: Any, request_id: Any, distributions: Any, continuation: Any
+) -> None:
+    """Raise for an argument of a request that is of no use."""
+    for key, value in (("adapter", adapter), ("mixture", mixture), ("request_id", request_id)):
+        if value is not None and (not isinstance(value, str) or not value):
+            raise UserError(f"{key} must be a name, not {value!r}")
+    if on_text is not None and not callable(on_text):
+        raise UserError(f"on_text must be a function that takes text, not {on_text!r}")
+    if not isinstance(distributions, bool):
+        raise UserError(f"distributions must be True or False, not {distributions!r}")
+    if distributions and continuation is None:
+        raise UserError("distributions are kept of a continuation that is scored; ask score for them")
+
+
 def require_loaded(name: str | None, kind: str, loaded: Iterable[str]) -> None:
     """Raise unless `name` is None or loaded; `kind` says what it would be."""
     if name is not None and name not in loaded:
@@ -34,6 +49,8 @@ def require_one(**given: object) -> None:
 
 def sampling_of(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
     """Return `sampling` (greedy by default) with some fields changed; an unknown one is a UserError."""
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise UserError(f"sampling must be a Sampling, not {sampling!r}; its fields may be given by themselves")
     known = Sampling.__dataclass_fields__
     for name in options:
         if name not in known:
@@ -46,6 +63,8 @@ def policy_of(k: int | None, policy: ReusePolicy | None, mixture: str | None) ->
     """Return the reuse policy of a request: `exact` unless it says otherwise, None without a mixture."""
     if k is not None and policy is not None:
         raise UserError(f"give tgt_non_granular_index ({k}) or policy ({policy.name}), not both")
+    if policy is not None and not all(callable(getattr(policy, name, None)) for name in ("source", "last_own")):
+        raise UserError(f"policy must be a reuse policy such as exact() or non_granular(4), not {policy!r}")
     if mixture is None:
         if k is not None or policy is not None:
             raise UserError("tgt_non_granular_index and policy say how a mixture's scalings are reused; name a mixture")

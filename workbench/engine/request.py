@@ -53,6 +53,7 @@ class Request:
         prompt_ids: the prompt, at least one token.
         sampling: how tokens are chosen.
         seed: of its noise.
+        number: those made later have larger ones.
         vocab_size: token ids are below it.
         breaker_ids: tokens that end a repetition, for DRY.
         eos_ids: tokens that end it.
@@ -81,7 +82,9 @@ class Request:
         cached: per kind, tokens whose KV was found instead of computed, when it was last admitted.
         scalings: float32 `[position, site, adapter]` on the host, by scaling row; the first `num_scaled` are valid.
         sources: per adapted row, the position whose scalings it used.
-        tickets: its place among the requests that wait for each of its `names`.
+        entered: those of its `names` that stay loaded for it.
+        tickets: its place among the requests that wait for each of them.
+        holds_mixture: its mixture stays loaded for it.
         has_lease: its adapters are kept in their slots for it.
         times_passed: steps it was passed over, waiting for its adapter.
         num_preemptions: how often its KV was taken away for others.
@@ -109,6 +112,7 @@ class Request:
     on_progress: Callable[[Request], None] | None = None
     continuation: tuple[int, ...] = ()
     distributions: bool = False
+    number: int = 0
     priority: int = 0
     num_wanted: int = 1
     deadline_s: float | None = None
@@ -126,7 +130,9 @@ class Request:
     scalings: Tensor | None = None
     num_scaled: int = 0
     sources: list[int] = field(default_factory=list)
+    entered: tuple[str, ...] = ()
     tickets: tuple[int, ...] = ()
+    holds_mixture: bool = False
     has_lease: bool = False
     times_passed: int = 0
     num_preemptions: int = 0
@@ -187,8 +193,12 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether it has chosen a token and wants the next."""
-        return bool(self.token_times_s)
+        """Whether it has come to its last known token, in every stream, and wants the next."""
+        if ADAPTED not in self.streams or len(self.tokens) - self.streams[ADAPTED].length > 1:
+            return False
+        if SCALING not in self.streams or not self.needs_scaling_rows:
+            return True
+        return self.source(len(self.tokens) - 1) - self.streams[SCALING].length < 1
 
     @property
     def first_unanswered(self) -> int:

@@ -61,12 +61,15 @@ class Scheduler:
         self._compiling: dict[Request, None] = {}
         self._inbox_lock = threading.RLock()
         self._suspects: list[Request] = []
+        self._failed_together: tuple[Request, ...] = ()
+        self._num_unfinished = 0
         self._ended: list[Request] = []
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue requests, all before the next step; from any thread. Those whose grammar is made come when it is."""
         with self._inbox_lock:
             for request in requests:
+                self._num_unfinished += 1
                 if request.grammar is None or request.grammar.done():
                     self._inbox.append(request)
                 else:
@@ -75,8 +78,8 @@ class Scheduler:
                     request.grammar.add_done_callback(lambda _, request=request: self._compiled(request))
 
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self.running or self._inbox or self.waiting or self._compiling)
+        """Whether any request is unfinished; from any thread."""
+        return self._num_unfinished > 0
 
     @property
     def num_waiting(self) -> int:
@@ -84,7 +87,7 @@ class Scheduler:
         return len(self.waiting) + len(self._inbox) + len(self._compiling)
 
     def requests(self) -> Iterator[Request]:
-        """Unfinished requests, running first."""
+        """Unfinished requests, running first; between steps."""
         with self._inbox_lock:
             arrived = [*self._inbox, *self._compiling]
         yield from [*self.running, *self.waiting, *arrived]
@@ -128,18 +131,25 @@ class Scheduler:
             request.commit_scaling(plan, scalings[request], draft and draft.token)
         else:
             request.commit_adapted(plan, said)
-        self.memory.committed(plan)
+        # both streams: a draft that is taken completes the scaling stream's block
+        for kind in request.streams:
+            self.memory.committed(request, kind)
 
     def failed(self, batch: StepBatch, reason: str) -> list[Request]:
         """Take a step that raised: whose fault it was shows when each of its requests runs alone."""
         requests = batch.requests
+        if len(requests) == 1:
+            requests[0].finish("error", reason)
+            # the culprit is found: the others were in bad company, no more
+            for request in self._failed_together:
+                request.num_isolations = 0
+            return self.sweep()
         for request in requests:
-            if len(requests) == 1 or request.num_isolations >= _MAX_ISOLATIONS:
+            request.num_isolations += 1
+            if request.num_isolations > _MAX_ISOLATIONS:
                 request.finish("error", reason)
-            else:
-                request.num_isolations += 1
-        self._suspects = [r for r in (*self._suspects, *requests) if r.finish_reason is None]
-        self._suspects = list(dict.fromkeys(self._suspects))
+        self._failed_together = requests
+        self._suspects = [r for r in dict.fromkeys((*self._suspects, *requests)) if r.finish_reason is None]
         return self.sweep()
 
     def end(self, request: Request, reason: str, error: str | None = None) -> None:
@@ -155,6 +165,8 @@ class Scheduler:
     def sweep(self) -> list[Request]:
         """Drop finished requests and return them."""
         finished, self._ended = self._ended, []
+        with self._inbox_lock:
+            self._num_unfinished -= len(finished) + sum(r.finish_reason is not None for r in self.running)
         finished += [request for request in self.running if request.finish_reason is not None]
         self.running = [request for request in self.running if request.finish_reason is None]
         for request in finished:
@@ -200,15 +212,16 @@ class Scheduler:
                 continue
             try:
                 admitted = self._admit(request)
-            except UserError as error:
-                self.end(request, "error", str(error))
+                if admitted:
+                    self.memory.attach(request)
+            except Exception as error:  # one request's failure is its own
+                self.end(request, "error", reason_of(error))
                 continue
             if not admitted:
                 starved = request.times_passed > _PATIENCE
                 continue
             self.waiting.take(request)
             self.running.append(request)
-            self.memory.attach(request)
 
     def _plan_alone(self) -> dict[Request, list[SpanPlan]]:
         """Plan for one of the requests of a step that failed, and for nobody else."""
@@ -248,12 +261,12 @@ class Scheduler:
 
     def _make_room(self, plan: SpanPlan, plans: dict[Request, list[SpanPlan]]) -> bool:
         """Preempt requests that are younger, or of less priority, until a plan has its blocks."""
-        mine = (plan.request.priority, plan.request.submitted_s)
+        mine = (plan.request.priority, plan.request.number)
         while not self.memory.reserve(plan):
-            later = [r for r in self.running if (r.priority, r.submitted_s) > mine and r.streams]
+            later = [r for r in self.running if (r.priority, r.number) > mine and r.finish_reason is None and r.streams]
             if not later:
                 return False
-            victim = max(later, key=lambda r: (r.priority, r.submitted_s))
+            victim = max(later, key=lambda r: (r.priority, r.number))
             plans.pop(victim, None)
             self.preempt(victim)
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +16,11 @@ from workbench.engine.base import BaseInfo
 from workbench.engine.grammar import GrammarCompiler
 from workbench.engine.library import Library
 from workbench.engine.memory import Memory
-from workbench.engine.options import policy_of, require_loaded, require_one, sampling_of
+from workbench.engine.options import check_arguments, policy_of, require_loaded, require_one, sampling_of, split_options
 from workbench.engine.queue import check_priority
 from workbench.engine.request import Request
 from workbench.engine.response_format import ResponseFormat, check_endable
+from workbench.engine.result import Completion, failed
 from workbench.engine.sampling import DryBreakers, Sampling, check_vocabulary
 from workbench.engine.text import Detokenizer
 from workbench.errors import UserError
@@ -59,9 +60,18 @@ class Submissions:
             if wanted is not None and wanted in self._in_use:
                 raise UserError(f"request id {wanted!r} is taken by a request that is still running")
             self.num_requests = next(self._numbers)
-            chosen = wanted or f"req-{self.num_requests}"
+            while wanted is None and f"req-{self.num_requests}" in self._in_use:
+                self.num_requests = next(self._numbers)
+            chosen = wanted if wanted is not None else f"req-{self.num_requests}"
             self._in_use.add(chosen)
             return chosen, self.num_requests
+
+    def discard(self, requests: Iterable[Request]) -> None:
+        """Give back what requests hold that were made, but never queued."""
+        for request in requests:
+            request.finish("cancelled")
+            self.library.leave(request)
+            self.ended(request.id)
 
     def ended(self, request_id: str) -> None:
         """Let a request's id be used again."""
@@ -81,6 +91,7 @@ class Submissions:
         Raises:
             UserError: a prompt, name or setting that does not fit.
         """
+        check_arguments(adapter, mixture, on_text, request_id, distributions, continuation)
         sampling, merged = sampling_of(sampling, options), merged_of(merged_adapters)
         chosen = policy_of(tgt_non_granular_index, policy, mixture)
         library = self.library
@@ -107,16 +118,41 @@ class Submissions:
             eos_ids=self.info.eos_ids, adapter=adapter, merged=merged,
             mixture=library.mixtures[mixture] if mixture is not None else None, policy=chosen,
             drafting=self.config.drafting and not given, on_text=on_text, continuation=tuple(given),
-            distributions=distributions, priority=priority, grammar=grammar,
+            distributions=distributions, priority=priority, grammar=grammar, number=number,
         )
         if deadline_s is not None:
             request.deadline_s = time.perf_counter() + deadline_s
         try:
-            request.tickets = tuple(library.adapters.enter(name) for name in request.names)
+            library.enter(request)
         except BaseException:
-            self.ended(request.id)
+            self.discard([request])
             raise
         return request
+
+    def batch(self, prompts: Sequence[tuple[Any, dict[str, Any]]], is_batch: bool) -> list[list[Request] | Completion]:
+        """Return each prompt's requests, or, in a batch, the result of a prompt that cannot run.
+
+        Raises:
+            UserError: what is wrong with all of them alike.
+        """
+        made: list[list[Request] | Completion] = []
+        try:
+            for prompt, own in prompts:
+                try:
+                    sampling, own = split_options(own)
+                    made.append(self.copies(prompt, sampling, own))
+                except UserError as error:
+                    if not is_batch:
+                        raise
+                    made.append(failed(self.claim()[0], str(error)))
+                    self.ended(made[-1].request_id)
+        except BaseException:
+            self.discard(request for each in made if isinstance(each, list) for request in each)
+            raise
+        errors = {each.error for each in made if isinstance(each, Completion)}
+        if len(errors) == 1 and all(isinstance(each, Completion) for each in made):
+            raise UserError(errors.pop())
+        return made
 
     def copies(self, prompt: Any, sampling: Sampling, options: Mapping[str, Any]) -> list[Request]:
         """Return the `best_of` requests of one prompt, with seeds of their own."""
@@ -128,11 +164,15 @@ class Submissions:
         options = dict(options)
         wanted = options.pop("request_id", None)
         made: list[Request] = []
-        for index in range(count):
-            name = None if wanted is None else f"{wanted}-{index}"
-            own = replace(each, seed=(first + index * 0x9E3779B97F4A7C15) % 2**63)
-            made.append(self.make(prompt, sampling=own, request_id=name, **options))
-            made[-1].num_wanted = sampling.n
+        try:
+            for index in range(count):
+                name = None if wanted is None else f"{wanted}-{index}"
+                own = replace(each, seed=(first + index * 0x9E3779B97F4A7C15) % 2**63)
+                made.append(self.make(prompt, sampling=own, request_id=name, **options))
+                made[-1].num_wanted = sampling.n
+        except BaseException:
+            self.discard(made)
+            raise
         return made
 
     def _grammar(self, response_format: Any, sampling: Sampling, given: Sequence[int]) -> Any:
