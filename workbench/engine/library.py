@@ -14,7 +14,7 @@ from workbench.adapters.slots import SlotTable
 from workbench.adapters.types import LoRAConfig
 from workbench.engine.hf import BaseModel
 from workbench.engine.request import Request
-from workbench.errors import UserError
+from workbench.errors import UserError, nearest
 from workbench.ordering import Ordering
 from workbench.xlora import Mixture
 
@@ -71,6 +71,8 @@ class Library:
     def remove_mixture(self, name: str, in_use: str) -> bool:
         """Forget a mixture and empty its slots; False when requests use it, and, for "wait", no new one may."""
         with self.adapters.turn, self._lock:
+            if name not in self.mixtures:
+                raise UserError(f"no mixture {name!r} is loaded{nearest(name, self.mixtures)}")
             if self._mixture_users[name]:
                 if in_use == "wait":
                     self._leaving.add(name)
