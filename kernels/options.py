@@ -70,7 +70,7 @@ def parser_for(module: str, description: str, example: str) -> argparse.Argument
 
 def _add_ops(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", nargs="+", metavar="OP",
-                        help="only these: bgmv, sgmv, mix, scalings, paged_attention, blend, grouped (all)")
+                        help="only these: bgmv, sgmv, mix, scalings, paged_attention, blend, blend_groups (all)")
 
 
 def _count(text: str) -> int:

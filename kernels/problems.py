@@ -24,7 +24,7 @@ MIXTURE_SIZE = 4
 
 @dataclass(frozen=True)
 class RowsProblem:
-    """Operands of bgmv, sgmv, mix, blend and grouped at one site.
+    """Operands of bgmv, sgmv, mix and blend at one site.
 
     y `[row, out]`, x `[row, in]`, a `[rank, in]`, b `[rank, out]`: one dtype and device; `slots` has one slot per row
     (-1 = base); `spans` maps a slot to its `(first, last)` rank rows; `owner` int64 `[rank]` names the adapter of each
@@ -209,7 +209,7 @@ def _skewed(num_rows: int) -> list[int]:
 
 def make_problem(op: str, num_rows: int, *args, **kwargs) -> RowsProblem | HeadProblem:
     """Return a problem of an op: `head_problem` for scalings, else `rows_problem`."""
-    makers = dict.fromkeys(("bgmv", "sgmv", "mix", "blend", "grouped"), rows_problem) | {"scalings": head_problem}
+    makers = dict.fromkeys(("bgmv", "sgmv", "mix", "blend", "blend_groups"), rows_problem) | {"scalings": head_problem}
     if op not in makers:
         raise ValueError(f"make_problem: op must be one of {', '.join(makers)}, not {op!r}")
     return makers[op](op, num_rows, *args, **kwargs)
@@ -229,10 +229,10 @@ def rows_problem(
     num_adapters: int | None = None,
     absent: Sequence[int] = (),
 ) -> RowsProblem:
-    """Return a problem of bgmv, sgmv, mix, or (one-hot rows) blend and grouped.
+    """Return a problem of bgmv, sgmv, mix, or (one-hot rows) blend, in one group or several.
 
     Args:
-        op: "bgmv", "sgmv", "mix", "blend" or "grouped".
+        op: "bgmv", "sgmv", "mix", "blend" or "blend_groups".
         num_rows: rows of the forward; may be 0.
         rank: of every adapter, or a rank per adapter, repeated as needed; 0 is a slot without rank rows.
         in_features, out_features: widths of the layer.

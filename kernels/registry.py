@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lora_kernels import bgmv, blend, grouped, mix, paged_attention, scalings, sgmv
+from lora_kernels import bgmv, blend, mix, paged_attention, scalings, sgmv
 from lora_kernels.attention_problem import AttentionProblem, attention_problem
 from lora_kernels.checks import Cost
 from lora_kernels.op import LAYERS, LIMITS, SHAPES, Case, Checked, ModelShape, Op, cases_of, check, known, path_of
@@ -115,7 +115,7 @@ def _attention_cost(p: AttentionProblem) -> Cost:
 def _in_one(p: RowsProblem) -> tuple:
     """Return blend's operands of one-hot rows: which rank rows each row has no part in."""
     slots = torch.tensor(p.slots, dtype=torch.int64, device=p.y.device)
-    return p.y, p.x, p.a, p.b, None, slots[:, None] != p.owner
+    return p.y, p.x, p.a.T[None], p.b[None], None, (slots[:, None] != p.owner)[None]
 
 
 def _run_blend(p: RowsProblem) -> Callable[[], Tensor]:
@@ -127,33 +127,34 @@ def _blend_cost(p: RowsProblem) -> Cost:
     return blend.cost(len(p.x), (len(p.a),), p.x.shape[1], p.y.shape[1], p.x.element_size())
 
 
-def _grouped_case(case: Case) -> RowsProblem:
+def _groups_case(case: Case) -> RowsProblem:
     # groups are of rows with an adapter
     popularity = "uniform" if "base" in case.popularity else case.popularity
     operands = case.rank, *case.widths, popularity, case.dtype, case.device, case.seed
-    return make_problem("grouped", case.num_rows, *operands)
+    return make_problem("blend_groups", case.num_rows, *operands)
 
 
 def _small_groups(dtype: torch.dtype, device: str) -> list[RowsProblem]:
     sizes = [(16, 8, 100, 33, "uniform"), (18, 5, 72, 130, "skewed"), (3, 7, 33, 64, "distinct")]
-    return [make_problem("grouped", *size, dtype, device) for size in sizes]
+    return [make_problem("blend_groups", *size, dtype, device) for size in sizes]
 
 
 def _in_groups(p: RowsProblem) -> tuple:
-    """Return grouped's operands: a group is a segment, filled up to the largest with its first row."""
+    """Return blend's operands in groups: a group is a segment, filled up to the largest with its first row."""
     parts = p.segments
     a, b = (torch.stack([side[slice(*p.spans[slot])] for _, _, slot in parts]) for side in (p.a, p.b))
+    a = a.transpose(1, 2)
     size = max(stop - start for start, stop, _ in parts)
     gather = [start + i if start + i < stop else start for start, stop, _ in parts for i in range(size)]
     scatter = [group * size + i for group, (start, stop, _) in enumerate(parts) for i in range(stop - start)]
     is_even = len(gather) == len(scatter)
     filling = None if is_even else tuple(torch.tensor(rows, device=p.y.device) for rows in (gather, scatter))
-    return p.y, p.x, a, b, filling
+    return p.y, p.x, a, b, None, None, filling
 
 
-def _run_grouped(p: RowsProblem) -> Callable[[], Tensor]:
+def _run_groups(p: RowsProblem) -> Callable[[], Tensor]:
     operands = _in_groups(p)
-    return lambda: grouped.grouped(*operands)
+    return lambda: blend.blend(*operands)
 
 
 OPS: dict[str, Op] = {
@@ -187,8 +188,8 @@ TORCH_OPS: dict[str, Op] = {
         "blend", _rows_case("blend"), _run_blend, lambda p: blend.blend_reference(*_in_one(p)), _blend_cost,
         ("rank", "layer", "popularity"), _small_rows("blend"), {},
     ),
-    "grouped": Op(
-        "grouped", _grouped_case, _run_grouped, lambda p: grouped.grouped_reference(*_in_groups(p)), _one_hot_cost,
+    "blend_groups": Op(
+        "blend_groups", _groups_case, _run_groups, lambda p: blend.blend_reference(*_in_groups(p)), _one_hot_cost,
         ("rank", "layer", "popularity"), _small_groups, {},
     ),
 }  # fmt: skip

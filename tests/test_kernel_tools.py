@@ -41,7 +41,8 @@ def wrong(name: str):
 def test_every_op_has_a_file_of_its_name_and_a_line_in_the_readme():
     folder = Path(compile_tool.__file__).parent
     readme = (folder / "README.md").read_text()
-    assert not [name for name in ALL_OPS if not (folder / f"{name}.py").is_file() or f"`{name}`" not in readme]
+    files = {name: name.removesuffix("_groups") for name in ALL_OPS}  # blend is checked in both of its uses
+    assert not [file for file in files.values() if not (folder / f"{file}.py").is_file() or f"`{file}`" not in readme]
     assert all(name == op.name for name, op in ALL_OPS.items())
 
 

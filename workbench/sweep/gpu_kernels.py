@@ -62,7 +62,7 @@ def graphs(setting: Setting) -> Iterator[Record]:
 
 def _shares(name: str, setting: Setting, **axes: Any) -> Iterator[Record]:
     try:
-        found = bench([name], device=setting.device, **axes)
+        found = bench([OPS[name]], device=setting.device, **axes)
     except WrongResult as error:
         yield {"ok": False, "op": name, "problem": str(error)}
         return
