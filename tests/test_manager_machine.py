@@ -213,6 +213,22 @@ def test_any_order(examples):
     assert TOTALS["finished"] > 4 * examples
 
 
+def test_an_adapter_put_out_of_its_slot_beside_a_read_is_within_the_limit():
+    """Found by the machine: the largest adapter comes back to the host while another's read is under way."""
+    state = Manager()
+    state.start_with_all(given=[0, 0, 2, 0])
+    state.unload(in_use="refuse", name="verse")
+    state.submit_several(each=[("med", 0), ("code", 0)])
+    state.drain()
+    state.pin(name="med")
+    state.load(content=0, name="verse")
+    state.submit_several(each=[("code", 0), ("law", 0)])
+    state.pin(name="verse")
+    state.tables_agree()
+    state.unpin(name="med")
+    state.teardown()
+
+
 def test_every_content_has_tokens_of_its_own():
     """Else the machine could not tell one adapter's weights from another's."""
     for prompt in range(len(PROMPTS)):

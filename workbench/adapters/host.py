@@ -39,9 +39,15 @@ class HostTier:
         return self.num_bytes + entry.num_bytes <= self.limit or not self._entries
 
     def trim(self) -> None:
-        """Come back within the limit; what the request that waits longest needs stays, so that it gets to run."""
-        if self.limit is not None and self.num_bytes > self.limit:
-            self._drop(self.limit, min(entry.asked for entry in self._entries))
+        """Come back within the limit; what the request that waits longest needs stays, so that it gets to run.
+
+        Only where a read under way leaves no room beside it does that go too, to be read again.
+        """
+        if self.limit is None or self.num_bytes <= self.limit:
+            return
+        self._drop(self.limit, min(entry.asked for entry in self._entries))
+        if len(self._entries) > 1:
+            self._drop(self.limit, -1)
 
     def _drop(self, limit: int, later_than: int) -> None:
         """Drop factors until `limit` bytes are left or nothing more may go.
