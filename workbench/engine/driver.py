@@ -6,12 +6,22 @@ and ends when the engine is closed or collected.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
+
+_started: weakref.WeakSet[Driver] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    # a thread inside torch when the interpreter goes would end the process in an abort
+    for driver in list(_started):
+        driver.close()
 
 
 class Driver:
@@ -32,6 +42,7 @@ class Driver:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="lora-engine", daemon=True)
                 self._thread.start()
+                _started.add(self)
         self._wake.set()
 
     def close(self) -> None:
