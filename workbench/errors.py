@@ -7,7 +7,14 @@ from collections.abc import Iterable, Sequence
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave. The message names the thing, what was expected, and the fix."""
+    """A mistake in what the user gave. The message names the thing, what was expected, and the fix.
+
+    In a notebook it shows as its sentence alone; `traceback.print_last()` or `%debug` still say where it was raised.
+    """
+
+    def _render_traceback_(self) -> list[str]:
+        # IPython's hook: what a cell shows in place of the traceback
+        return [f"{type(self).__name__}: {self}"]
 
 
 class ContentError(UserError):
