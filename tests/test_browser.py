@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from browser_page import settle
 from trace_problem import make_trace, small_trace
 
 from workbench.display import show
@@ -18,13 +16,7 @@ from workbench.display.palette import DARK, LIGHT, contrast
 from workbench.instrument.trace import Trace
 
 pytestmark = pytest.mark.browser
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-ARGUMENTS = [
-    *("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
-]
-
-
+pytest_plugins = ("browser_page",)
 PIXEL = """([x, y]) => {
   const copy = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
   copy.drawImage(document.querySelector('.lw canvas'), -x * devicePixelRatio, -y * devicePixelRatio);
@@ -58,61 +50,6 @@ BOXES = "nodes => nodes.map((node) => Object.values(node.getBoundingClientRect()
 IS_RED = """nodes => nodes.map((node) => getComputedStyle(node))
   .filter((style) => (style.backgroundColor + style.border).includes('rgb(255, 0, 0)')).length"""
 ISOLATION = "node => [node.tagName, getComputedStyle(node).unicodeBidi]"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    missing = None if CHROMIUM else "no chromium on the PATH"
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        missing = "playwright is not installed"
-    if missing and os.environ.get("CI"):
-        pytest.fail(f"the browser tests must run in CI, but {missing}")
-    if missing:
-        pytest.skip(missing)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def open_page(browser, tmp_path):
-    """Open a file and watch it: any request that leaves the page, error or warning fails the test when it ends."""
-    contexts, complaints = [], []
-
-    def open_file(path: Path, width: int = 1280, scheme: str = "light", scripts: bool = True):
-        context = browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme=scheme, java_script_enabled=scripts
-        )
-        contexts.append(context)
-        page = context.new_page()
-        url = path.as_uri()
-
-        def asked(request) -> None:
-            if request.url != url and not request.url.startswith("data:"):
-                complaints.append(f"request to {request.url}")
-
-        page.on("request", asked)
-        page.on("console", lambda message: complaints.append(f"console {message.type}: {message.text}"))
-        page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.goto(url)
-        if scripts:
-            page.wait_for_selector(".lw canvas")
-            settle(page)
-        return page
-
-    yield open_file
-    for context in contexts:
-        context.close()
-    assert not complaints
-
-
-def settle(page) -> None:
-    """Wait until what was asked for is drawn."""
-    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-// Second part of the one ES module: everything drawn on the canvas. Values stay codes of one byte, and only the visible
+// View "scalings", second part: everything drawn on the canvas. Values stay codes of one byte, and only the visible
 // tokens are drawn, so a long trace costs what fits on the screen.
 
 function colourTable(view) {

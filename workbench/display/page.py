@@ -1,6 +1,7 @@
-"""The static page of a trace: one self-contained piece of HTML that needs no network, no server and no kernel.
+"""The static page of a view: one self-contained piece of HTML that needs no network, no server and no kernel.
 
-It is a PNG until its script runs; the script replaces the PNG. Nothing from the trace reaches the markup unescaped.
+It is a PNG until its script runs; the script replaces the PNG. Nothing from the state reaches the markup unescaped.
+A view is added here: its scripts and styles in the two lists; its last script has `renderName({model, el})`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from workbench.display.labels import visible
 from workbench.display.palette import DARK, LIGHT
-from workbench.display.payload import BINARY
+from workbench.errors import names, nearest
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -44,29 +45,64 @@ style="max-width:100%;height:auto"></div>
 """
 
 
+# the parts of the one ES module and of the one style sheet; a view is drawn by its function `renderName`
+FIRST_PARTS = ("base.js",)
+VIEW_PARTS = {
+    "scalings": ("panels.js", "heatmap.js", "scalings.js"),
+}
+LAST_PART = "view.js"
+FIRST_STYLES = ("base.css",)
+VIEW_STYLES = {
+    "scalings": ("scalings.css",),
+}
+
+
 def source(name: str) -> str:
     """Return one of the files beside this module: a script or a style sheet."""
     return files("workbench.display").joinpath(name).read_text(encoding="utf-8")
 
 
-def module() -> str:
-    """Return the ES module that draws a trace, for a page or for anywidget's `_esm`."""
-    return "\n".join(source(name) for name in ("panels.js", "heatmap.js", "scalings.js"))
+def module(view: str | None = None) -> str:
+    """Return the ES module of all views, for anywidget's `_esm`, or of one view alone, for a page."""
+    chosen = _views(view)
+    # a part that two views share is joined once: a module may declare a name only once
+    parts = dict.fromkeys([*FIRST_PARTS, *(part for name in chosen for part in VIEW_PARTS[name])])
+    renderers = ", ".join(f"{name}: {renderer(name)}" for name in chosen)
+    return "\n".join([*map(source, parts), source(LAST_PART).replace("__VIEWS__", renderers)])
+
+
+def css(view: str | None = None) -> str:
+    """Return the style sheet of all views, for anywidget's `_css`, or of one view alone, for a page."""
+    parts = dict.fromkeys([*FIRST_STYLES, *(part for name in _views(view) for part in VIEW_STYLES[name])])
+    return "".join(map(source, parts))
+
+
+def renderer(view: str) -> str:
+    """Return the name of the function that draws a view: `renderCompareLive` for `compare_live`."""
+    return "render" + "".join(part.capitalize() for part in view.split("_"))
+
+
+def _views(view: str | None) -> tuple[str, ...]:
+    if view is not None and view not in VIEW_PARTS:
+        raise ValueError(f"there is no view {view!r}{nearest(view, VIEW_PARTS)}; there are {names(VIEW_PARTS)}")
+    return tuple(VIEW_PARTS) if view is None else (view,)
 
 
 def fragment(state: dict[str, Any], png: bytes, alt: str) -> str:
     """Return the HTML for an output cell. Equal state gives equal HTML, so a notebook run twice does not change."""
-    encoded = {name: base64.b64encode(value).decode() if name in BINARY else value for name, value in state.items()}
+    binary = [name for name, value in state.items() if isinstance(value, bytes)]
+    encoded = {name: base64.b64encode(state[name]).decode() if name in binary else state[name] for name in state}
     # "<" could close the script element from inside a token's text
     inlined = json.dumps(encoded, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     identity = hashlib.sha256(inlined.encode()).hexdigest()[:16]
-    host = source("static_host.js").replace("__ID__", identity).replace("__BINARY__", json.dumps(BINARY))
+    host = source("static_host.js").replace("__ID__", identity).replace("__BINARY__", json.dumps(binary))
+    view = state.get("view", "scalings")
     return FRAGMENT.format(
         id=identity,
         alt=escape(visible(alt), quote=True),
         png=base64.b64encode(png).decode(),
-        css=source("scalings.css"),
-        module=module(),
+        css=css(view),
+        module=module(view),
         host=host.replace("__STATE__", inlined),
     )
 

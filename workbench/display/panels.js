@@ -1,28 +1,9 @@
-// First part of the one ES module (`page.module` joins panels.js, heatmap.js, scalings.js): what a trace says, as
-// elements. `payload.py` says what the model holds. Text from the trace is only ever set as text content.
+// View "scalings", first part: what a trace says, as elements. `payload.py` says what the model holds.
 
 const LEADER = "leader";
 
-function make(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
-  }
-  node.append(...children);
-  return node;
-}
-
-const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-const blend = (below, above, part) => below.map((channel, i) => Math.round(channel + (above[i] - channel) * part));
-const percent = (share) => (share == null ? "–" : `${Math.round(share * 100)} %`);
-const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
-
 function readModel(model) {
-  const bytes = (name) => {
-    const view = model.get(name);
-    return new Uint8Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
-  };
+  const bytes = (name) => bytesOf(model, name);
   const data = { values: bytes("values"), means: new Float32Array(bytes("means").buffer), outliers: new Map() };
   const plain = ["title", "facts", "note", "notes", "shape", "codes", "adapters", "keys", "colours", "themes", "tokens",
     "labels", "rows", "generated", "positions", "source", "draft", "time_s", "shares"];
@@ -76,23 +57,10 @@ function statusOf(data, token) {
   return parts.join(" · ");
 }
 
-function isDark(model) {
-  const wanted = model.get("theme");
-  if (wanted === "dark" || wanted === "light") return wanted === "dark";
-  const { jpThemeLight, vscodeThemeKind } = document.body.dataset;
-  if (jpThemeLight) return jpThemeLight === "false";
-  if (vscodeThemeKind) return vscodeThemeKind.includes("dark");
-  return matchMedia("(prefers-color-scheme: dark)").matches;
-}
-
 function header(data) {
   const facts = make("div", { class: "lw-facts" });
   for (const [name, value] of data.facts) facts.append(make("span", {}, make("span", { class: "lw-fact" }, name), " ", make("bdi", {}, value)));
   return make("div", { class: "lw-head" }, make("div", { class: "lw-title", role: "heading", "aria-level": "2" }, data.title), facts);
-}
-
-function swatch(colour) {
-  return make("span", { class: "lw-swatch", style: `background:${colour}`, "aria-hidden": "true" });
 }
 
 function legend(data) {

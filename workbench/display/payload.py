@@ -18,11 +18,10 @@ BELOW, ABOVE, MISSING = 253, 254, 255
 MISSING_LEADER = 65535
 MAX_VALUE_BYTES = 8_000_000
 MAX_OUTLIERS = 100_000
-BINARY = ("values", "leaders", "means", "outlier_at", "outlier_value")
 
 
 def state(trace: Trace, title: str) -> dict[str, Any]:
-    """Return the state of a view of `trace`: JSON-able values, and bytes under the names in `BINARY`."""
+    """Return the state of a view of `trace`: JSON-able values and bytes."""
     values, rows, notes = pooled(trace)
     tokens, _, adapters = values.shape
     outliers = np.flatnonzero((values < 0) | (values > 1))
@@ -30,6 +29,7 @@ def state(trace: Trace, title: str) -> dict[str, Any]:
         notes.append(f"Only the first {MAX_OUTLIERS} values outside 0 … 1 are kept exactly; the others show as marks.")
         outliers = outliers[:MAX_OUTLIERS]
     return {
+        "view": "scalings",
         "title": title,
         "facts": facts(trace),
         "note": scale_note(trace),

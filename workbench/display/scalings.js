@@ -1,5 +1,4 @@
-// Last part of the one ES module, and its export. Two hosts: anywidget gives its model, a static page a shim with the
-// same five methods (static_host.js).
+// View "scalings", last part: pointing, the cursor, and the whole put together.
 
 const WATCHED = ["values", "tokens", "shape", "title", "facts"];
 
@@ -101,47 +100,31 @@ function build(model, el, fail) {
   view.text = textPanel(view);
   const side = make("div", { class: "lw-side" }, legend(data), readout(view));
   const maps = make("div", { class: "lw-maps" }, controls(view), heatmap(view), scaleBar(view));
-  const root = make("div", { class: "lw" }, header(data), view.text, side, maps);
-  view.paint = () => {
-    const name = isDark(model) ? "dark" : "light";
-    view.theme = data.themes[name];
-    root.dataset.theme = name;
-    root.style.colorScheme = name;
-    for (const [key, value] of Object.entries(view.theme)) if (!Array.isArray(value)) root.style.setProperty(`--lw-${key}`, value);
+  const root = make("div", { class: "lw lw-scalings" }, header(data), view.text, side, maps);
+  view.leave = followTheme(model, root, (theme) => view.guard(() => {
+    view.theme = theme;
     view.table = colourTable(view);
     view.paintScale();
     view.draw();
-  };
-  view.paint();
+  }));
   view.move({ token: 0 });
   el.replaceChildren(root);
   return view;
 }
 
-function render({ model, el }) {
-  el.classList.add("lw-host");
-  const fail = (error) => {
-    const said = `This view could not be drawn (${error.message}). The values are in the trace; the figure can be saved as PNG.`;
-    if (!el.querySelector(".lw-error")) el.append(make("pre", { class: "lw-error", role: "alert" }, said));
-  };
+function renderScalings({ model, el }) {
+  const fail = (error) => showError(el, error);
   let view = null;
-  const rebuild = () => { try { view = build(model, el, fail); sizes.observe(view.scroller); } catch (error) { fail(error); } };
-  const repaint = () => view?.guard(view.paint);
   const sizes = new ResizeObserver(() => view?.draw());
-  const themed = new MutationObserver(repaint);
-  themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind"] });
-  const preference = matchMedia("(prefers-color-scheme: dark)");
-  preference.addEventListener("change", repaint);
+  const leave = () => { view?.leave(); sizes.disconnect(); };
+  const rebuild = () => {
+    leave();
+    try { view = build(model, el, fail); sizes.observe(view.scroller); } catch (error) { fail(error); }
+  };
   for (const name of WATCHED) model.on(`change:${name}`, rebuild);
-  model.on("change:theme", repaint);
   rebuild();
   return () => {
     for (const name of WATCHED) model.off(`change:${name}`, rebuild);
-    model.off("change:theme", repaint);
-    preference.removeEventListener("change", repaint);
-    themed.disconnect();
-    sizes.disconnect();
+    leave();
   };
 }
-
-export default { render };

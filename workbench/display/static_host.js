@@ -1,4 +1,4 @@
-// the other host of scalings.js: a model that holds inlined state instead of a kernel's
+// the other host of the views: a model that holds inlined state instead of a kernel's
 const state = __STATE__;
 for (const name of __BINARY__) {
   const text = atob(state[name]);
