@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
+from recorded_problem import assert_same, rewritten
+from safetensors.numpy import save_file
 from trace_problem import make_trace, small_trace
 
 from workbench.errors import UserError
+from workbench.instrument.recorded import Recorded
 from workbench.instrument.trace import Trace
 from workbench.instrument.trace_file import FORMAT
 
@@ -27,8 +29,22 @@ JSON = st.recursive(
 
 
 @st.composite
+def extras(draw: st.DrawFn, tokens: int) -> dict[str, Recorded]:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    found = {}
+    for name in draw(st.lists(TEXT.filter(bool), max_size=3, unique=True)):
+        axes = draw(st.sampled_from([("token",), ("token", "layer"), ("token", "site", "adapter")]))
+        labels = {axis: tuple(draw(st.lists(TEXT, min_size=1, max_size=3, unique=True))) for axis in axes[1:]}
+        shape = (tokens, *map(len, labels.values()))
+        dtype = draw(st.sampled_from(["float32", "float64", "float16", "int64"]))
+        found[name] = Recorded(rng.integers(-1, 9, shape).astype(dtype), axes, labels, draw(TEXT), draw(TEXT))
+    return found
+
+
+@st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    tokens, sites, adapters = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    tokens, sites, adapters = draw(st.integers(1, 6)), draw(st.integers(0, 4)), draw(st.integers(1, 4))
+    adapters = adapters if sites else 0
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     positions = np.cumsum(rng.integers(1, 4, tokens)) - 1
     source = np.where(rng.random(tokens) < 0.7, positions, rng.integers(-1, positions + 1))
@@ -48,17 +64,8 @@ def traces(draw: st.DrawFn) -> Trace:
         draft=rng.integers(-1, 2, tokens),
         time_s=rng.random(tokens) * 1e3,
         metadata=draw(st.dictionaries(TEXT, JSON, max_size=3)),
+        extras=draw(extras(tokens)),
     )
-
-
-def assert_same(one: Trace, other: Trace) -> None:
-    for name in (field.name for field in fields(Trace)):
-        first, second = getattr(one, name), getattr(other, name)
-        if isinstance(first, np.ndarray):
-            assert first.dtype == second.dtype, name
-            np.testing.assert_array_equal(first, second, err_msg=name)
-        else:
-            assert first == second, name
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -66,6 +73,7 @@ def assert_same(one: Trace, other: Trace) -> None:
 def test_a_saved_trace_loads_as_it_was(trace: Trace, tmp_path) -> None:
     path = trace.save(tmp_path / "trace.safetensors")
     assert_same(trace, Trace.load(path))
+    assert_same(trace, Trace.load(path, lazy=True))
     assert [file.name for file in tmp_path.iterdir()] == ["trace.safetensors"]
 
 
@@ -160,7 +168,13 @@ WRONG = {
     "adapters": ({"adapters": ("a",)}, "adapter axis of values has length 2"),
     "tokens": ({"tokens": ("a", "b")}, "token axis of values has length 4"),
     "no tokens": ({"values": np.zeros((0, 10, 2), np.float32), "tokens": ()}, "token axis is empty"),
-    "no adapters": ({"values": np.zeros((4, 10, 0), np.float32), "adapters": ()}, "adapter axis is empty"),
+    "no adapters": ({"values": np.zeros((4, 10, 0), np.float32), "adapters": ()}, "has sites but no adapters"),
+    "no sites": ({"values": np.zeros((4, 0, 2), np.float32), "sites": ()}, "has adapters but no sites"),
+    "extras": ({"extras": [1]}, "extras must map names"),
+    "an extra": ({"extras": {"entropy": np.zeros(4)}}, r"extras\['entropy'\] must be a Recorded, not ndarray"),
+    "a short extra": (
+        {"extras": {"entropy": Recorded(np.zeros(3), ("token",), {}, "nats", "")}}, "has 3 tokens, but the trace has 4"
+    ),
     "a string": ({"tokens": "abcd"}, "sequence of strings"),
     "not strings": ({"adapters": (1, 2)}, "sequence of strings"),
     "twice": ({"adapters": ("a", "a")}, "repeated: 'a'"),
@@ -194,25 +208,21 @@ def test_a_wrong_field_is_refused_by_name(case: str) -> None:
         replace(small_trace(), **changed)
 
 
-def rewritten(path, header=(), tensors=(), drop=()):
-    """Write the trace at `path` again with a changed header or changed tensors."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="numpy") as file:
-        metadata = file.metadata() | dict(header)
-    arrays = load_file(path) | dict(tensors)
-    for name in drop:
-        metadata.pop(name, None)
-        arrays.pop(name, None)
-    save_file(arrays, path, metadata=metadata)
-
-
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         ({"header": {"format": "pt"}}, "not a trace"),
         ({"drop": ["format"]}, "not a trace"),
-        ({"header": {"version": "2"}}, "trace version 2; this workbench reads up to 1"),
+        ({"header": {"version": "3"}}, "trace version 3; this workbench reads up to 2"),
+        ({"drop": ["extras"]}, "lacks 'extras'"),
+        ({"tensors": {"extra.entropy": np.zeros(4)}}, "holds 'entropy', but its header describes none"),
+        ({"header": {"extras": '{"entropy": {}}'}}, "holds none, but its header describes 'entropy'"),
+        ({"header": {"extras": "[]"}}, r"its header describes \[\]"),
+        ({"header": {"version": "1"}, "tensors": {"extra.entropy": np.zeros(4)}}, "no trace has, 'extra.entropy'"),
+        (
+            {"header": {"extras": '{"a": {"axes": 1}}'}, "tensors": {"extra.a": np.zeros(4)}},
+            "what it says of 'a' does not fit",
+        ),
         ({"header": {"version": "one"}}, "damaged: its trace version is 'one'"),
         ({"drop": ["draft"]}, "lacks 'draft'"),
         ({"drop": ["tokens"]}, "lacks 'tokens'"),
@@ -237,8 +247,9 @@ def test_a_foreign_or_damaged_file_is_refused(damage: dict, said: str, tmp_path)
 def test_a_truncated_file_is_refused(keep: int, tmp_path) -> None:
     path = small_trace().save(tmp_path / "trace.safetensors")
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(UserError, match="truncated"):
-        Trace.load(path)
+    for lazy in (False, True):
+        with pytest.raises(UserError, match="truncated"):
+            Trace.load(path, lazy=lazy)
 
 
 def test_files_that_are_not_there_or_not_ours_are_refused(tmp_path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import UserError, names
+from workbench.instrument.recorded import extras_of
 
 if TYPE_CHECKING:
     from workbench.instrument.trace import Trace
@@ -21,6 +22,7 @@ PER_TOKEN = {
     "time_s": np.dtype(np.float64),
 }
 VALUE_DTYPES = ("float32", "float16")
+_MAPPED_ROWS = 16  # of the rows without scalings, how many are looked at in a memory-mapped file
 FLOAT16_NOTE = "values are float16: scalings between 0 and 1 are rounded by up to 3e-4"
 
 
@@ -32,15 +34,26 @@ def checked(trace: Trace) -> dict[str, Any]:
     if values.dtype.name not in VALUE_DTYPES:
         raise UserError(f"values must be float32 or float16, not {values.dtype}; convert them with .astype('float32')")
     fields: dict[str, Any] = {"values": values}
+    if bool(trace.sites) != bool(trace.adapters):
+        has, lacks = ("sites", "adapters") if trace.sites else ("adapters", "sites")
+        raise UserError(f"a trace has sites and adapters, or neither (no scalings); this one has {has} but no {lacks}")
     for axis, (label, field) in enumerate([("token", "tokens"), ("site", "sites"), ("adapter", "adapters")]):
         fields[field] = _labels(field, label, getattr(trace, field), values.shape[axis], unique=label != "token")
     for field, dtype in PER_TOKEN.items():
         fields[field] = _per_token(field, getattr(trace, field), dtype, len(fields["tokens"]))
     _check_contents(fields)
     fields["metadata"] = _metadata(trace.metadata)
+    fields["extras"] = extras_of(trace.extras, len(fields["tokens"]))
     if values.dtype == np.float16:
         fields["metadata"].setdefault("rounding", FLOAT16_NOTE)
     return fields
+
+
+def is_mapped(values: np.ndarray) -> bool:
+    """Whether an array lies in a file and is read when it is used."""
+    while values is not None and not isinstance(values, np.memmap):
+        values = getattr(values, "base", None)
+    return values is not None
 
 
 def token_index(tokens: Any, num_tokens: int) -> np.ndarray:
@@ -72,6 +85,13 @@ def token_index(tokens: Any, num_tokens: int) -> np.ndarray:
     return index
 
 
+def as_slice(index: np.ndarray) -> slice | np.ndarray:
+    """Return increasing indices without a gap as a slice, which copies nothing; any others as they are."""
+    if len(index) and (np.diff(index) == 1).all():
+        return slice(int(index[0]), int(index[-1]) + 1)
+    return index
+
+
 def _labels(field: str, axis: str, labels: Any, length: int, unique: bool) -> tuple[str, ...]:
     """Return the labels of one axis as a tuple of `length` strings."""
     if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
@@ -82,8 +102,8 @@ def _labels(field: str, axis: str, labels: Any, length: int, unique: bool) -> tu
         raise UserError(f"{field} must be valid Unicode; {names(broken, 2)} holds half of a surrogate pair")
     if len(labels) != length:
         raise UserError(f"{field} has {len(labels)} names, but the {axis} axis of values has length {length}")
-    if not labels:
-        raise UserError(f"a trace needs at least one {axis}; the {axis} axis is empty")
+    if not labels and axis == "token":
+        raise UserError("a trace needs at least one token; the token axis is empty")
     repeated = sorted({label for label in labels if labels.count(label) > 1}) if unique else []
     if repeated:
         raise UserError(f"{field} must differ from each other; repeated: {names(repeated)}")
@@ -120,7 +140,11 @@ def _check_contents(fields: dict[str, Any]) -> None:
         at = wrong[0]
         expected = f"expected -1 (no scalings) or a position up to its own, {positions[at]}"
         raise UserError(f"source of token {at} is {source[at]}; {expected}")
-    filled = np.flatnonzero((source == -1) & ~np.isnan(fields["values"]).all((1, 2)))
+    unused = np.flatnonzero(source == -1)
+    if is_mapped(fields["values"]):
+        # opening a file must not read it whole
+        unused = unused[:_MAPPED_ROWS]
+    filled = unused[~np.isnan(fields["values"][unused]).all((1, 2))]
     if filled.size:
         raise UserError(f"token {filled[0]} has scalings, but its source is -1; give the position they came from")
     if not np.isin(fields["draft"], (-1, 0, 1)).all():
