@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from workbench.engine import Engine
 from workbench.engine.batch import ADAPTED
-from workbench.engine.request import Answer
+from workbench.engine.choosing import Answer
 from workbench.ordering import lora_sites
 
 VOCAB = 97

@@ -82,6 +82,21 @@ class Choice(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one row says about the token after it.
+
+    Attributes:
+        choice: the token, its log-probability, and the likeliest ones if they were asked for.
+        distribution: float32 `[vocab]` on the host, all log-probabilities, if they were asked for.
+        error: why there is no choice.
+    """
+
+    choice: Choice | None = None
+    distribution: Tensor | None = None
+    error: str | None = None
+
+
 def choose_batch(logits: Tensor, questions: Sequence[Question]) -> list[Choice | FloatingPointError | UserError]:
     """Return the answer of each row.
 

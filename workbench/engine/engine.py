@@ -20,6 +20,7 @@ from workbench.config import EngineConfig
 from workbench.engine.base import BaseInfo
 from workbench.engine.batch import StepBatch
 from workbench.engine.driver import Driver
+from workbench.engine.editing import Editing, Edits, taps
 from workbench.engine.grammar import GrammarCompiler
 from workbench.engine.handle import Handle, hear
 from workbench.engine.hf import BaseModel
@@ -79,9 +80,10 @@ class Engine(Loading):
         self.memory = memory_for(
             self.model, self.slots, cfg, lambda request, rows: classify_rows(request, rows, cfg.row_padding)
         )
+        self.editing = Editing()
         self.scheduler = Scheduler(
             self.memory, cfg.max_rows_per_step, cfg.max_requests, cfg.row_padding, cfg.attention == "reference",
-            self._admit, self.library.end_lease, cfg.adapter_weights,
+            self._admit, self.library.end_lease, cfg.adapter_weights, self.editing.apply,
         )
         self.classifier, self.sampler = classify, choose_tokens
         self.grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, info.eos_ids)
@@ -222,6 +224,28 @@ class Engine(Loading):
         self._recorders.append(recorder)
         return recorder
 
+    def edit(self, edits: Any, requests: Any = None) -> Edits:
+        """Change the scalings that requests use while the returned context is open; results say what was done.
+
+        Edited rows run like any other, in the same batch; their KV is shared with nobody. A fault in an edit ends the
+        request it was applied to. See `workbench.edits`.
+
+        Args:
+            edits: "classifier:scalings" or "<site pattern>:scalings" -> an edit, a function of (scalings `[row, site,
+                adapter]`, tap), or a list of them; an edit alone is for "classifier:scalings".
+            requests: ids or handles it is for; None is every request of a mixture that it fits.
+
+        Raises:
+            UserError: a key, adapter or site that no loaded mixture has; on leaving, an edit that changed nothing.
+        """
+        with self.adapters.turn:
+            return self.editing.open(edits, requests, self.mixtures)
+
+    @property
+    def taps(self) -> pd.DataFrame:
+        """What `edit` can change: name, mixture, dims and adapters of each."""
+        return taps(self.mixtures)
+
     def cancel(self, request: Request) -> None:
         """End a request now; no error if it has ended."""
         with self.adapters.turn, held_interrupts():
@@ -355,4 +379,5 @@ class Engine(Loading):
     def _admit(self, request: Request) -> bool:
         if request.grammar is not None and request.matcher is None:
             request.matcher = request.grammar.result().matcher()
+        request.may_be_edited = self.editing.concerns(request)
         return self.library.lease(request)

@@ -1,9 +1,9 @@
 """Memory: which KV blocks each request has, what it finds in the prefix cache, and what it leaves there.
 
-Contract: an adapted block is published only if every token in it used its own exact scalings; a block's key says what
-made its KV (the base model, an adapter's content, a mixture's content and settings), never a name. A scaling pass that
-adds nothing is the base model, so its stream shares blocks with base requests. Blocks keep their tokens' hidden rows:
-what is found still yields scalings, for any mixture.
+Contract: an adapted block is published only if every token in it used its own exact scalings, unedited; a block's key
+says what made its KV (the base model, an adapter's content, a mixture's content and settings), never a name. A scaling
+pass that adds nothing is the base model, so its stream shares blocks with base requests. Blocks keep their tokens'
+hidden rows: what is found still yields scalings, for any mixture.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Memory:
         if self.prefix_cache and stream.length:
             until = stream.length
             if kind == ADAPTED and request.mixture is not None:
-                until = request.num_own(until)
+                until = min(request.num_own(until), request.first_edited)
             stream.publish(request.tokens, until)
         if self.window is not None:
             stream.drop_before(stream.length - self.window + 1)
@@ -99,7 +99,7 @@ class Memory:
             return 0
         stream = request.streams[kind]
         if kind == ADAPTED and request.mixture is not None:
-            limit = min(request.num_own(limit), request.num_scaled)
+            limit = min(request.num_own(limit), request.num_scaled, request.first_edited)
         found = stream.lookup(request.tokens, limit)
         if kind == SCALING and found > request.num_scaled:
             hidden = self.pool.hidden[stream.rows(request.num_scaled, found)]

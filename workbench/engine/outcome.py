@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workbench.engine.batch import ADAPTED, SCALING, RowSpan, StepBatch
-from workbench.engine.choosing import Choice, Question, choose_batch, logprobs_of
-from workbench.engine.request import Answer, Request
+from workbench.engine.choosing import Answer, Choice, Question, choose_batch, logprobs_of
+from workbench.engine.request import Request
 from workbench.errors import UserError
 
 Answers = dict[tuple[Request, str], list[Answer]]

@@ -1,13 +1,13 @@
 """Request: the state of one generation, and what a forward did to it.
 
-Contract: a request changes only in `commit_scaling`, `commit_adapted`, `preempt`, `finish` and `free`; a step that
-fails in between leaves it as it was. What it wants from the next forward is in `planning`.
+Contract: a request changes only in `commit_scaling`, `commit_adapted`, `keep_edited`, `preempt`, `finish` and `free`; a
+step that fails in between leaves it as it was. What it wants from the next forward is in `planning`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from lora_kernels.segments import BASE_SLOT
 from workbench.adapters.merge import MergedAdapters
 from workbench.engine.batch import ADAPTED, SCALING, SpanPlan
-from workbench.engine.choosing import Choice
+from workbench.engine.choosing import Answer, Choice
 from workbench.engine.history import History
 from workbench.engine.paged import PagedStream
 from workbench.engine.sampling import Sampling
@@ -27,21 +27,6 @@ from workbench.xlora.policy import ReusePolicy
 
 if TYPE_CHECKING:
     from workbench.engine.grammar import Matcher
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What one row says about the token after it.
-
-    Attributes:
-        choice: the token, its log-probability, and the likeliest ones if they were asked for.
-        distribution: float32 `[vocab]` on the host, all log-probabilities, if they were asked for.
-        error: why there is no choice.
-    """
-
-    choice: Choice | None = None
-    distribution: Tensor | None = None
-    error: str | None = None
 
 
 @dataclass(eq=False)
@@ -82,6 +67,9 @@ class Request:
         cached: per kind, tokens whose KV was found instead of computed, when it was last admitted.
         scalings: float32 `[position, site, adapter]` on the host, by scaling row; the first `num_scaled` are valid.
         sources: per adapted row, the position whose scalings it used.
+        edited: position -> float32 `[site, adapter]` that its row uses instead, once an edit has changed it.
+        edits: what was done to it, in words.
+        may_be_edited: an edit that may change it was open when it started.
         entered: those of its `names` that stay loaded for it.
         tickets: its place among the requests that wait for each of them.
         holds_mixture: its mixture stays loaded for it.
@@ -130,6 +118,9 @@ class Request:
     scalings: Tensor | None = None
     num_scaled: int = 0
     sources: list[int] = field(default_factory=list)
+    edited: dict[int, Tensor] = field(default_factory=dict)
+    edits: list[str] = field(default_factory=list)
+    may_be_edited: bool = False
     entered: tuple[str, ...] = ()
     tickets: tuple[int, ...] = ()
     holds_mixture: bool = False
@@ -237,10 +228,36 @@ class Request:
         """Return weights `[row, site, n]` (or a constant `[1, 1, n]`) of rows `first:stop`; None for base rows."""
         if kind == SCALING:
             return self._scaling_pass
+        return self.used(first, stop) * self.mixture.config.global_scaling_weight
+
+    def unedited(self, first: int, stop: int) -> Tensor:
+        """Return float32 `[row, site, n]`: the scalings that the policy gives the inputs `first:stop`."""
         sources = [self.source(position) for position in range(first, stop)]
         own = sources == list(range(first, stop))
-        used = self.scalings[first:stop] if own else self.scalings[sources]
-        return used * self.mixture.config.global_scaling_weight
+        return self.scalings[first:stop] if own else self.scalings[sources]
+
+    def used(self, first: int, stop: int) -> Tensor:
+        """Return float32 `[row, site, n]`: the scalings that the inputs `first:stop` use, edits included."""
+        used = self.unedited(first, stop)
+        if self.edited:
+            used = torch.stack([self.edited.get(first + row, used[row]) for row in range(len(used))])
+        return used
+
+    @property
+    def num_edited(self) -> int:
+        """Position after the last one that an edit changed."""
+        return next(reversed(self.edited)) + 1 if self.edited else 0
+
+    @property
+    def first_edited(self) -> int:
+        """The first position whose adapted KV is not the mixture's own, because of an edit."""
+        if self.edited:
+            return next(iter(self.edited))
+        return len(self.sources) if self.may_be_edited else self.max_length
+
+    def keep_edited(self, rows: Mapping[int, Tensor]) -> None:
+        """Let the inputs at these positions use these `[site, n]`, now and whenever they are computed again."""
+        self.edited.update(rows)
 
     def take_scalings(self, first: int, scalings: Tensor) -> None:
         """Keep float32 `[row, site, n]` scalings of positions from `first` on; those used already stay as they are."""

@@ -63,6 +63,7 @@ class Completion:
         cached_tokens: prompt tokens whose KV was found in the prefix cache.
         cached_scaling_tokens: prompt tokens whose scaling pass was found there.
         preemptions: how often its KV was taken away for others and computed again.
+        edits: what was done to its scalings, in words; empty for a request that nobody edited.
     """
 
     request_id: str
@@ -84,6 +85,7 @@ class Completion:
     cached_tokens: int = 0
     cached_scaling_tokens: int = 0
     preemptions: int = 0
+    edits: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able values; `distributions`, an array, is left out."""
@@ -124,7 +126,7 @@ def completion_of(request: Request) -> Completion:
         prompt_logprobs=tuple(score.logprob for score in request.prompt_scores),
         distributions=torch.stack(request.scored_distributions).numpy() if request.scored_distributions else None,
         cached_tokens=request.cached.get(ADAPTED, 0), cached_scaling_tokens=request.cached.get(SCALING, 0),
-        preemptions=request.num_preemptions,
+        preemptions=request.num_preemptions, edits=tuple(request.edits),
     )
 
 
@@ -159,7 +161,7 @@ def trace_of(request: Request, tokenizer: Any, labels: TraceLabels) -> Trace:
         raise UserError(f"request {request.id!r} ran {what}: it has no scalings to trace; name a mixture")
     num_tokens, rows = len(request.tokens), len(request.sources)
     values = np.full((num_tokens, len(mixture.sites), len(mixture.adapters)), np.nan, dtype=np.float32)
-    values[:rows] = request.scalings[request.sources].numpy()
+    values[:rows] = request.used(0, rows).numpy()
     source = np.full(num_tokens, -1, dtype=np.int64)
     source[:rows] = request.sources
     prompt = len(request.prompt_ids)
@@ -181,6 +183,6 @@ def trace_of(request: Request, tokenizer: Any, labels: TraceLabels) -> Trace:
             "global_scaling_weight": mixture.config.global_scaling_weight,
             "softmax": mixture.config.enable_softmax, "seed": request.seed, "temperature": request.sampling.temperature,
             "finish_reason": request.finish_reason, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            **labels.extra,
+            **({"edits": list(request.edits)} if request.edits else {}), **labels.extra,
         },
     )

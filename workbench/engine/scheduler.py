@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from workbench.engine.batch import SCALING, SpanPlan, StepBatch, build_batch
+from workbench.engine.choosing import Answer
 from workbench.engine.memory import Memory
 from workbench.engine.planning import plans_of
 from workbench.engine.queue import FairQueue
-from workbench.engine.request import Answer, Request
+from workbench.engine.request import Request
 from workbench.errors import UserError
 
 _DECODE_ROWS = 2  # one adapted row and one scaling row
@@ -42,6 +43,7 @@ class Scheduler:
         admit: called with a waiting request; False when it cannot run yet, a UserError when it never can. It counts in
             `times_passed` the steps the request waited for a slot.
         vacate: called with a request that loses its place: its leases end.
+        edit: called with each plan that is about to run.
         weights: shares of adapters while requests queue.
     """
 
@@ -50,8 +52,9 @@ class Scheduler:
         admit: Callable[[Request], bool] = lambda request: True,
         vacate: Callable[[Request], None] = lambda request: None,
         weights: Mapping[str, float] | None = None,
+        edit: Callable[[SpanPlan], None] = lambda plan: None,
     ):
-        self._admit, self._vacate, self.memory = admit, vacate, memory
+        self._admit, self._vacate, self._edit, self.memory = admit, vacate, edit, memory
         self.max_rows, self.max_requests = max_rows, max_requests
         self.row_padding, self.reference_attention = row_padding, reference_attention
         self.waiting = FairQueue(weights)
@@ -98,7 +101,7 @@ class Scheduler:
         self._expire(time.perf_counter())
         self._admit_waiting()
         plans = self._plan_alone() if self._suspects else self._plan()
-        placed = [plan for mine in plans.values() for plan in mine]
+        placed = [plan for mine in plans.values() if self._edited(mine) for plan in mine]
         return build_batch(placed, self.memory.pool, self.row_padding, self.reference_attention)
 
     def commit(
@@ -248,6 +251,16 @@ class Scheduler:
         if budget <= 0 and self.running:
             self.running.append(self.running.pop(0))
         return plans
+
+    def _edited(self, plans: list[SpanPlan]) -> bool:
+        """Apply the open edits to a request's plans; False when one cannot be, which ends the request."""
+        try:
+            for plan in plans:
+                self._edit(plan)
+        except Exception as error:  # the user's own function: its failure is this request's alone
+            plans[0].request.finish("error", reason_of(error))
+            return False
+        return True
 
     def _take(self, request: Request, budget: int, plans: dict[Request, list[SpanPlan]]) -> int:
         mine = []

@@ -1,0 +1,186 @@
+"""What an edit is: a change at some sites and positions, and the tap that tells it where it is applied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.errors import UserError, names, nearest
+
+Positions = slice | range | Iterable[int] | str | None
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Where an edit is applied.
+
+    Attributes:
+        name: the key it was given under, such as "classifier:scalings".
+        request_id: whose rows these are.
+        adapters: the adapter axis.
+        sites: the site axis: those the key's pattern matches.
+        positions: int64 `[row]`, the place of each row's token in its sequence.
+        prompt_tokens: how many of the sequence's tokens are the prompt's.
+        scalings_at: position -> float32 `[site, adapter]` that the input there would use unedited; not beyond the last
+            of `positions`.
+    """
+
+    name: str
+    request_id: str
+    adapters: tuple[str, ...]
+    sites: tuple[str, ...]
+    positions: Tensor
+    prompt_tokens: int
+    scalings_at: Callable[[int], Tensor] = field(repr=False)
+
+    def adapter(self, name: str) -> int:
+        """Return an adapter's index.
+
+        Raises:
+            UserError: this mixture has no such adapter.
+        """
+        if name not in self.adapters:
+            raise UserError(f"{self.name}: no adapter {name!r}{nearest(name, self.adapters)}; "
+                            f"this mixture has {names(self.adapters)}")
+        return self.adapters.index(name)
+
+
+class Edit:
+    """A change of scalings at some sites and positions; `workbench.edits` makes them.
+
+    Args:
+        sites: pattern, or several, of the sites it changes (`"*.q_proj"`); None is all that its key matches.
+        positions: which tokens' rows it changes: a slice or range, positions, "prompt" or "generated"; None is all.
+    """
+
+    def __init__(self, sites: str | Sequence[str] | None = None, positions: Positions = None):
+        self.sites = (sites,) if isinstance(sites, str) else None if sites is None else tuple(sites)
+        self.positions = checked_positions(positions)
+
+    @property
+    def label(self) -> str:
+        """What results say was done."""
+        where = "" if self.sites is None else f" at {', '.join(self.sites)}"
+        when = "" if self.positions is None else f" of {_spoken(self.positions)}"
+        return self.what + where + when
+
+    @property
+    def what(self) -> str:
+        """The change, without where and when."""
+        raise NotImplementedError
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The adapters it names."""
+        return ()
+
+    def check(self, adapters: tuple[str, ...], sites: tuple[str, ...], key: str) -> None:
+        """Raise a UserError if this edit does not fit a mixture of these adapters and sites."""
+        for name in self.adapters:
+            if name not in adapters:
+                hint = nearest(name, adapters)
+                raise UserError(f"{key}: no adapter {name!r}{hint}; the mixture has {names(adapters)}")
+        if self.sites is not None:
+            matching_sites(sites, self.sites, key)
+
+    def change(self, scalings: Tensor, tap: Tap) -> Tensor:
+        """Return the changed scalings `[row, site, adapter]` of rows and sites that are to be changed."""
+        raise NotImplementedError
+
+    def __call__(self, scalings: Tensor, tap: Tap) -> Tensor | None:
+        """Return the scalings with the chosen rows and sites changed; None when there are none of them."""
+        rows = _rows(self.positions, tap)
+        if not len(rows):
+            return None
+        columns = range(len(tap.sites)) if self.sites is None else matching_sites(tap.sites, self.sites, tap.name)
+        columns = torch.tensor(list(columns))
+        part = scalings[rows[:, None], columns]
+        inner = Tap(tap.name, tap.request_id, tap.adapters, tuple(tap.sites[i] for i in columns), tap.positions[rows],
+                    tap.prompt_tokens, lambda position: tap.scalings_at(position)[columns])
+        new = self.change(part, inner)
+        if new is part:
+            return None
+        whole = scalings.clone()
+        whole[rows[:, None], columns] = new
+        return whole
+
+    def __repr__(self) -> str:
+        return f"<edit: {self.label}>"
+
+
+def matching_sites(sites: Sequence[str], patterns: Sequence[str], where: str) -> list[int]:
+    """Return the indices, in order, of the sites that match any of the patterns; each pattern must match some."""
+    chosen: set[int] = set()
+    for pattern in patterns:
+        hits = [i for i, site in enumerate(sites) if fnmatchcase(site, pattern)]
+        if not hits:
+            endings = sorted({f"*.{site.rpartition('.')[2]}" for site in sites})
+            hint = nearest(pattern, [*endings, *sites])
+            raise UserError(f"{where}: no site matches {pattern!r}{hint}; the sites end in {names(endings)}")
+        chosen.update(hits)
+    return sorted(chosen)
+
+
+def checked_positions(positions: Any) -> slice | frozenset[int] | str | None:
+    """Return positions in canonical form.
+
+    Raises:
+        UserError: not positions, or counted from an end that is not known yet.
+    """
+    if positions is None or isinstance(positions, str) and positions in ("prompt", "generated"):
+        return positions
+    expected = "a slice, a range, positions from 0, 'prompt' or 'generated'"
+    if isinstance(positions, slice):
+        bounds = (positions.start, positions.stop)
+        if any(bound is not None and bound < 0 for bound in bounds) or (positions.step or 1) < 1:
+            raise UserError(f"positions={positions!r}: a request's end is not known while it runs; expected {expected}")
+        return positions
+    if isinstance(positions, int) and not isinstance(positions, bool):
+        positions = (positions,)
+    if isinstance(positions, str) or not isinstance(positions, Iterable):
+        raise UserError(f"positions must be {expected}, not {positions!r}")
+    chosen = frozenset(positions)
+    if not chosen or not all(isinstance(p, int | np.integer) and not isinstance(p, bool) and p >= 0 for p in chosen):
+        raise UserError(f"positions must be {expected}, not {names(sorted(chosen, key=str))}")
+    return chosen
+
+
+def _rows(positions: slice | frozenset[int] | str | None, tap: Tap) -> Tensor:
+    """Return int64 `[row]`: which of the tap's rows are at these positions."""
+    at = tap.positions
+    if positions is None:
+        return torch.arange(len(at))
+    if positions == "prompt":
+        return (at < tap.prompt_tokens).nonzero()[:, 0]
+    if positions == "generated":
+        return (at >= tap.prompt_tokens).nonzero()[:, 0]
+    if isinstance(positions, slice):
+        first, step = positions.start or 0, positions.step or 1
+        stop = math.inf if positions.stop is None else positions.stop
+        return ((at >= first) & (at < stop) & ((at - first) % step == 0)).nonzero()[:, 0]
+    return torch.tensor([row for row, position in enumerate(at.tolist()) if position in positions], dtype=torch.int64)
+
+
+def _spoken(positions: slice | frozenset[int] | str) -> str:
+    if isinstance(positions, str):
+        return f"{positions} tokens"
+    if isinstance(positions, slice):
+        step = "" if positions.step in (None, 1) else f":{positions.step}"
+        return f"tokens {positions.start or 0}:{'' if positions.stop is None else positions.stop}{step}"
+    shown = sorted(positions)
+    return f"tokens {', '.join(map(str, shown[:6]))}" + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
+
+
+def finite(value: Any, what: str) -> float:
+    """Return a finite number as a float; `what` begins the error."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise UserError(f"{what} must be a finite number, not {value!r}")
+    return float(value)
