@@ -22,11 +22,13 @@ if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & se
 _HOME = {
     "AdapterConfig": "workbench.adapters",
     "Chat": "workbench.engine",
+    "Comparison": "workbench.instrument.comparison",
     "Completion": "workbench.engine",
     "Engine": "workbench.engine",
     "EngineConfig": "workbench.config",
     "exact": "workbench.xlora",
     "Handle": "workbench.engine",
+    "list_runs": "workbench.instrument.run_list",
     "LoRAConfig": "workbench.adapters",
     "LoRAManager": "workbench.adapters",
     "LoRAModel": "workbench.adapters",
@@ -38,7 +40,11 @@ _HOME = {
     "LoRAType": "workbench.adapters",
     "Mixture": "workbench.xlora",
     "non_granular": "workbench.xlora",
+    "open_run": "workbench.instrument.run",
+    "open_runs": "workbench.instrument.run_list",
     "Ordering": "workbench.ordering",
+    "Run": "workbench.instrument.run",
+    "RunWriter": "workbench.instrument.run_writer",
     "Sampling": "workbench.engine",
     "show": "workbench.display",
     "Trace": "workbench.instrument.trace",
@@ -47,11 +53,13 @@ _HOME = {
 __all__ = [
     "AdapterConfig",
     "Chat",
+    "Comparison",
     "Completion",
     "Engine",
     "EngineConfig",
     "exact",
     "Handle",
+    "list_runs",
     "LoRAConfig",
     "LoRAManager",
     "LoRAModel",
@@ -63,7 +71,11 @@ __all__ = [
     "LoRAType",
     "Mixture",
     "non_granular",
+    "open_run",
+    "open_runs",
     "Ordering",
+    "Run",
+    "RunWriter",
     "Sampling",
     "show",
     "Trace",
@@ -87,6 +99,10 @@ if TYPE_CHECKING:
     from workbench.display import show
     from workbench.engine import Chat, Completion, Engine, Handle, Sampling
     from workbench.errors import UserError
+    from workbench.instrument.comparison import Comparison
+    from workbench.instrument.run import Run, open_run
+    from workbench.instrument.run_list import list_runs, open_runs
+    from workbench.instrument.run_writer import RunWriter
     from workbench.instrument.trace import Trace
     from workbench.ordering import Ordering
     from workbench.xlora import Mixture, exact, non_granular
