@@ -11,6 +11,8 @@ import pytest
 from trace_problem import HOSTILE, make_trace, small_trace, with_outliers
 
 from workbench.display import figures, labels, palette
+from workbench.display.drawing import line_spans
+from workbench.display.trace_figures import MAX_SITE_PANELS
 from workbench.errors import UserError
 from workbench.instrument.trace import Trace
 
@@ -130,7 +132,7 @@ def all_text(figure) -> list[str]:
 
 
 def test_token_lines_show_the_mean_over_sites_and_wrap_the_whole_text(trace: Trace) -> None:
-    figure = figures.token_adapter(trace)
+    figure = figures.token_adapter(trace).figure
     images = scalar_images(figure)
     drawn = np.concatenate([np.ma.filled(image, np.nan) for image, _ in images], 1)
     np.testing.assert_allclose(drawn, trace.token_means().T, rtol=1e-5)
@@ -140,12 +142,12 @@ def test_token_lines_show_the_mean_over_sites_and_wrap_the_whole_text(trace: Tra
 
 
 def test_site_panels_show_every_value_of_every_adapter(trace: Trace) -> None:
-    figure = figures.site_token(trace)
+    figure = figures.site_token(trace).figure
     for (drawn, axes), adapter in zip(scalar_images(figure), range(4), strict=True):
         np.testing.assert_array_equal(np.ma.filled(drawn, np.nan), trace.values[:, :, adapter].T)
         assert trace.adapters[adapter] in axes.get_title(loc="left")
         assert [tick.get_text() for tick in axes.get_yticklabels()] == [str(layer) for layer in range(6)]
-    only = figures.site_token(trace, adapters=["spanish"])
+    only = figures.site_token(trace, adapters=["spanish"]).figure
     assert len(scalar_images(only)) == 1
     with pytest.raises(UserError, match="did you mean 'spanish'"):
         figures.site_token(trace, adapters=["spansh"])
@@ -153,13 +155,13 @@ def test_site_panels_show_every_value_of_every_adapter(trace: Trace) -> None:
 
 @pytest.mark.parametrize("scale", [1, 0.01])
 def test_every_panel_has_the_same_scale_whatever_the_data(trace: Trace, scale: float) -> None:
-    figure = figures.overview(replace(trace, values=(trace.values * scale).astype(np.float32)))
+    figure = figures.overview(replace(trace, values=(trace.values * scale).astype(np.float32))).figure
     limits = {axes.images[0].get_clim() for _, axes in scalar_images(figure)}
     assert limits == {(0, 1)} and len(scalar_images(figure)) == 6
 
 
 def test_the_leader_panel_has_the_colour_of_the_largest_scaling(trace: Trace) -> None:
-    figure = figures.site_token(trace)
+    figure = figures.site_token(trace).figure
     arrays = [axes.images[0].get_array() for axes in figure.axes if axes.images]
     image = next(array for array in arrays if array.ndim == 3)
     token, site = 20, 7
@@ -171,7 +173,7 @@ def test_the_leader_panel_has_the_colour_of_the_largest_scaling(trace: Trace) ->
 
 
 def test_the_boundary_and_reused_scalings_are_drawn(trace: Trace) -> None:
-    figure = figures.token_adapter(trace)
+    figure = figures.token_adapter(trace).figure
     boundaries = [line.get_xdata()[0] for axes in figure.axes for line in axes.lines]
     assert trace.prompt_tokens - 0.5 in boundaries
     striped = [p for axes in figure.axes for p in axes.patches if p.get_hatch() == "||||||" and p.get_width() > 1]
@@ -182,7 +184,7 @@ def test_the_boundary_and_reused_scalings_are_drawn(trace: Trace) -> None:
 
 
 def test_missing_values_lie_over_a_hatch_and_outliers_are_marked(trace: Trace) -> None:
-    figure = figures.token_adapter(with_outliers(trace))
+    figure = figures.token_adapter(with_outliers(trace)).figure
     drawn, axes = scalar_images(figure)[-1]
     assert np.ma.getmaskarray(drawn)[:, -1].all()
     assert any(patch.get_hatch() == "////" and patch.get_zorder() < 0 for patch in axes.patches)
@@ -195,7 +197,7 @@ def test_missing_values_lie_over_a_hatch_and_outliers_are_marked(trace: Trace) -
 
 
 def test_token_text_is_drawn_literally_and_without_warnings() -> None:
-    figure = figures.overview(small_trace(HOSTILE, adapters=3), title="$x$ <b> \x1b")
+    figure = figures.overview(small_trace(HOSTILE, adapters=3), title="$x$ <b> \x1b").figure
     text = all_text(figure)
     assert "$\\frac{$" in text and any("$x$" in one for one in text)
 
@@ -214,8 +216,8 @@ def test_many_adapters_and_long_texts_stay_of_bounded_size() -> None:
         adapters=tuple(f"adapter_{i}" for i in range(200)),
         source=np.arange(135),
     )
-    figure = figures.overview(trace)
-    assert figure.get_figheight() < 40 and len(scalar_images(figure)) == 2 + figures.MAX_SITE_PANELS
+    figure = figures.overview(trace).figure
+    assert figure.get_figheight() < 40 and len(scalar_images(figure)) == 2 + MAX_SITE_PANELS
     assert any("10 with the largest share of 200" in text for text in all_text(figure))
-    assert figures.line_spans(1000) == [(0, 1000)]
-    assert figures.line_spans(100) == [(0, 50), (50, 100)]
+    assert line_spans(1000) == [(0, 1000)]
+    assert line_spans(100) == [(0, 50), (50, 100)]

@@ -27,6 +27,7 @@ _HOME = {
     "Engine": "workbench.engine",
     "EngineConfig": "workbench.config",
     "exact": "workbench.xlora",
+    "figures": "workbench.display",
     "Handle": "workbench.engine",
     "list_runs": "workbench.instrument.run_list",
     "LoRAConfig": "workbench.adapters",
@@ -58,6 +59,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "exact",
+    "figures",
     "Handle",
     "list_runs",
     "LoRAConfig",
@@ -96,7 +98,7 @@ if TYPE_CHECKING:
         LoRAType,
     )
     from workbench.config import EngineConfig
-    from workbench.display import show
+    from workbench.display import figures, show
     from workbench.engine import Chat, Completion, Engine, Handle, Sampling
     from workbench.errors import UserError
     from workbench.instrument.comparison import Comparison

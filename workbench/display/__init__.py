@@ -8,16 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from workbench.display import figures
+    from workbench.display.picture import Picture
     from workbench.display.report import text_report
     from workbench.display.shown import Shown, show
 
-__all__ = ["Shown", "show", "text_report"]
+_MODULES = {"Picture": "picture", "Shown": "shown", "show": "shown", "text_report": "report"}
+__all__ = ["figures", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name not in __all__:
+    if name == "figures":
+        return import_module("workbench.display.figures")
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "report" if name == "text_report" else "shown"
-    return getattr(import_module(f"workbench.display.{module}"), name)
+    return getattr(import_module(f"workbench.display.{_MODULES[name]}"), name)

@@ -22,12 +22,14 @@ CONTROLS = (
 FACTS = {
     "base": "Base",
     "mixture": "Mixture",
+    "adapter": "Adapter",
     "policy": "Scalings policy",
     "tgt_non_granular_index": "tgt_non_granular_index",
     "dtype": "Dtype",
     "created": "Created",
     "request_id": "Request",
 }
+HALF = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
 def visible(text: str) -> str:
@@ -92,6 +94,17 @@ def facts(trace: Trace) -> list[tuple[str, str]]:
     if trace.metadata.get("edits"):
         pairs.append(("Edited run", ", ".join(map(str, np.atleast_1d(trace.metadata["edits"])))))
     return pairs
+
+
+def badges(trace: Trace) -> list[str]:
+    """Return what nobody may miss about a trace: that the run was edited, that it was computed in half precision."""
+    found = []
+    if trace.metadata.get("edits"):
+        found.append("edited: " + ", ".join(map(str, np.atleast_1d(trace.metadata["edits"]))))
+    dtype = str(trace.metadata.get("dtype") or "").removeprefix("torch.")
+    if dtype in HALF:
+        found.append(HALF[dtype])
+    return found
 
 
 def scale_note(trace: Trace) -> str:

@@ -22,6 +22,10 @@ ADAPTER_COLOURS = (
     "#a5d2b4",
 )
 
+# from −1 over nothing to +1: orange and blue stay apart for colour-blind eyes, and both ends are equally dark
+DIFFERENCE = ("#7a2f00", "#c2651a", "#efb27a", "#f8f7f3", "#92bfe0", "#3479b3", "#0b3a6e")
+OTHERS = "#8c959f"  # adapters that are drawn together
+
 
 @dataclass(frozen=True)
 class Theme:
