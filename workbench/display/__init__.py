@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from workbench.display.shown import Shown, show
 
 _MODULES = {"Picture": "picture", "Shown": "shown", "show": "shown", "text_report": "report"}
-__all__ = ["figures", *_MODULES]
+__all__ = ["figures", "Picture", "Shown", "show", "text_report"]
 
 
 def __getattr__(name: str) -> Any:
