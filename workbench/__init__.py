@@ -40,10 +40,12 @@ _HOME = {
     "LoRATargetModule": "workbench.adapters",
     "LoRAType": "workbench.adapters",
     "Mixture": "workbench.xlora",
+    "lagged": "workbench.xlora",
     "non_granular": "workbench.xlora",
     "open_run": "workbench.instrument.run",
     "open_runs": "workbench.instrument.run_list",
     "Ordering": "workbench.ordering",
+    "periodic": "workbench.xlora",
     "Run": "workbench.instrument.run",
     "RunWriter": "workbench.instrument.run_writer",
     "Sampling": "workbench.engine",
@@ -72,10 +74,12 @@ __all__ = [
     "LoRATargetModule",
     "LoRAType",
     "Mixture",
+    "lagged",
     "non_granular",
     "open_run",
     "open_runs",
     "Ordering",
+    "periodic",
     "Run",
     "RunWriter",
     "Sampling",
@@ -107,7 +111,7 @@ if TYPE_CHECKING:
     from workbench.instrument.run_writer import RunWriter
     from workbench.instrument.trace import Trace
     from workbench.ordering import Ordering
-    from workbench.xlora import Mixture, exact, non_granular
+    from workbench.xlora import Mixture, exact, lagged, non_granular, periodic
 
 
 def __getattr__(name: str) -> Any:

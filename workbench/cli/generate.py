@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Generate and print."""
     if arguments.tgt_non_granular_index is not None and not arguments.mixture:
         raise UserError("--tgt-non-granular-index says how a mixture's scalings are reused; name one with --mixture")
-    for option, value in (("--trace", arguments.trace), ("--ordering", arguments.ordering), ("--set", arguments.set)):
+    for option, value in (("--policy", arguments.policy), ("--trace", arguments.trace), ("--ordering", arguments.ordering), ("--set", arguments.set)):
         if value and not arguments.mixture:
             raise UserError(f"{option} needs a mixture; name one with --mixture")
     if arguments.chat and arguments.prompt is None:
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     from workbench.engine.options import policy_of, sampling_of
     from workbench.engine.response_format import ResponseFormat
 
-    policy_of(arguments.tgt_non_granular_index, None, arguments.mixture)
+    policy_of(arguments.tgt_non_granular_index, arguments.policy, arguments.mixture)
     keys = Sampling.__dataclass_fields__
     given = {key: value for key, value in vars(arguments).items() if key in keys and value is not None}
     sampling = sampling_of(None, {**given, **dict(arguments.sampling)})
@@ -147,7 +147,7 @@ def read_config(path: str | None) -> tuple[Any, Any]:
 
 
 def _generate(engine: Engine, arguments: argparse.Namespace, prompt: Any, options: dict[str, Any]) -> Completion:
-    options["tgt_non_granular_index"] = arguments.tgt_non_granular_index
+    options |= {"tgt_non_granular_index": arguments.tgt_non_granular_index, "policy": arguments.policy}
     if arguments.json:
         return engine.generate(prompt, **options)
     pieces = engine.stream(prompt, **options)
@@ -175,6 +175,8 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, default=64, metavar="N", help="most tokens to generate (default 64)")
     add("--tgt-non-granular-index", type=int, metavar="K",
         help="compute scalings for the prompt and the first K generated tokens, then reuse the K-th's")
+    add("--policy", metavar="NAME", help="whose scalings each token uses: exact, non_granular(K), periodic(N): compute "
+        "every N-th, lagged(D): those of D tokens before")
     add("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     add("--top-k", type=int, metavar="K")
     add("--top-p", type=float, metavar="P")

@@ -130,7 +130,7 @@ class Engine(Loading):
             mixture: run with this X-LoRA mixture.
             merged_adapters: run with these adapters merged: `{"ids": [...], "weights": [...], "merge_strategy": ...}`.
             tgt_non_granular_index: compute scalings for the prompt and the first k generated tokens, then reuse.
-            policy: any other reuse policy.
+            policy: any other reuse policy, or its name: "exact", "periodic(8)", "lagged(1)".
             sampling: how tokens are chosen; keyword `options` that are fields of `Sampling` override it.
             response_format: what the text must match: `{"type": "json_schema", "schema": {...}}`, a regex, a grammar.
             on_text: called with each piece of text.

@@ -9,7 +9,7 @@ from typing import Any
 
 from workbench.engine.sampling import Sampling
 from workbench.errors import UserError, names, nearest
-from workbench.xlora import ReusePolicy, exact, non_granular
+from workbench.xlora import ReusePolicy, exact, non_granular, policy_named
 
 _PER_PROMPT = (
     "adapter", "mixture", "merged_adapters", "tgt_non_granular_index", "policy", "seed", "response_format",
@@ -59,10 +59,12 @@ def sampling_of(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
     return replace(sampling or Sampling(), **options)
 
 
-def policy_of(k: int | None, policy: ReusePolicy | None, mixture: str | None) -> ReusePolicy | None:
+def policy_of(k: int | None, policy: ReusePolicy | str | None, mixture: str | None) -> ReusePolicy | None:
     """Return the reuse policy of a request: `exact` unless it says otherwise, None without a mixture."""
     if k is not None and policy is not None:
-        raise UserError(f"give tgt_non_granular_index ({k}) or policy ({policy.name}), not both")
+        raise UserError(f"give tgt_non_granular_index ({k}) or policy ({getattr(policy, 'name', policy)}), not both")
+    if isinstance(policy, str):
+        policy = policy_named(policy)
     if policy is not None and not all(callable(getattr(policy, name, None)) for name in ("source", "last_own")):
         raise UserError(f"policy must be a reuse policy such as exact() or non_granular(4), not {policy!r}")
     if mixture is None:

@@ -43,7 +43,8 @@ def _adapted_plan(request: Request, budget: int) -> SpanPlan | None:
 
 def _scaling_plan(request: Request, budget: int, chooses: bool) -> SpanPlan | None:
     first, known = request.streams[SCALING].length, len(request.tokens)
-    stop = min(request.source(known - 1) + 1, first + budget)
+    # what the next input will need of the tokens known by now, too: policies that lag then wait for no scaling row
+    stop = min(request.source(known) + 1, known, first + budget)
     if first < stop:
         drafts = stop == known and _drafts_after(request, stop)
         return SpanPlan(request, SCALING, first, tuple(request.tokens[first:stop]), num_logits=int(drafts))

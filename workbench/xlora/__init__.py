@@ -4,7 +4,7 @@ from workbench.xlora.classifier import Classifier
 from workbench.xlora.config import XLoRAConfig
 from workbench.xlora.files import MixtureFiles, find_mixture
 from workbench.xlora.mixture import Mixture
-from workbench.xlora.policy import ReusePolicy, exact, non_granular
+from workbench.xlora.policy import ReusePolicy, exact, lagged, non_granular, periodic, policy_named
 
 __all__ = [
     "Classifier",
@@ -14,5 +14,8 @@ __all__ = [
     "XLoRAConfig",
     "exact",
     "find_mixture",
+    "lagged",
     "non_granular",
+    "periodic",
+    "policy_named",
 ]
