@@ -68,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Generate and print."""
     if arguments.tgt_non_granular_index is not None and not arguments.mixture:
         raise UserError("--tgt-non-granular-index says how a mixture's scalings are reused; name one with --mixture")
-    for option, value in (("--policy", arguments.policy), ("--trace", arguments.trace), ("--ordering", arguments.ordering), ("--set", arguments.set)):
+    for option in ("policy", "trace", "ordering", "set"):
+        value, option = getattr(arguments, option), f"--{option}"
         if value and not arguments.mixture:
             raise UserError(f"{option} needs a mixture; name one with --mixture")
     if arguments.chat and arguments.prompt is None:
