@@ -11,12 +11,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from workbench.cli import bench, demo, generate, gpu_check, inspect, kernels, lab, ordering
+from workbench.cli import bench, demo, generate, gpu_check, inspect, kernels, lab, ordering, show
 from workbench.errors import UserError
 
 _EXAMPLE = """examples:
   workbench demo
   workbench generate --mixture demo --prompt 'Wer zuletzt lacht,' --max-tokens 30
+  workbench show workbench-demo/run --open
   workbench inspect ./my-adapter
 """
 
@@ -47,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=raw,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (demo, generate, ordering, inspect, bench, kernels, gpu_check, lab):
+    for module in (demo, generate, show, ordering, inspect, bench, kernels, gpu_check, lab):
         module.add_parser(commands, raw)
     return top
 

@@ -129,7 +129,12 @@ class Run:
 
     def _facts(self) -> dict[str, str]:
         """Return a short summary; a part that cannot be read says so."""
-        facts = {"run": self.name, "status": self.status, "created": str(self.meta.get("created", "not said"))}
+        try:
+            facts = {"run": self.name, "status": self.status, "created": str(self.meta.get("created", "not said"))}
+        except UserError as error:  # the folder has gone
+            return {"run": self.name, "status": str(error)}
+        if self.meta.get("ended_by"):
+            facts["ended by"] = str(self.meta["ended_by"])
         for key in ("base", "dtype", "device"):
             if self.meta.get(key) is not None:
                 facts[key] = str(self.meta[key])

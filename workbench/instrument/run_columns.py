@@ -101,10 +101,13 @@ def batch(table: str, columns: Mapping[str, type], rows: Sequence[Mapping[str, A
     arrays = []
     for name, kind in columns.items():
         values = [row.get(name) for row in rows]
+        # pyarrow would make 2 of 2.5 and two texts of "ab", so it is given what is of the right type already
+        if not all(value is None or type(value) is kind for value in values) or kind in (str, tuple):
+            values = [_fitted(table, name, kind, value) for value in values]
         try:
             arrays.append(pa.array(values, _arrow_type(pa, kind)))
-        except (pa.ArrowException, TypeError, ValueError, OverflowError):
-            arrays.append(pa.array([_fitted(table, name, kind, value) for value in values], _arrow_type(pa, kind)))
+        except OverflowError:
+            raise UserError(f"column {name!r} of the {table} holds a whole number past 64 bits") from None
     return pa.record_batch(arrays, schema=schema(columns))
 
 
@@ -149,12 +152,11 @@ def _fitted(table: str, name: str, kind: type, value: Any) -> Any:
     if kind is str and isinstance(value, str):
         # half of a surrogate pair is no text that any file can hold
         return value.encode("utf-8", "backslashreplace").decode()
-    if kind is tuple and isinstance(value, str):
-        return [_fitted(table, name, str, value)]
-    if kind is tuple and isinstance(value, Iterable):
+    if kind is tuple and isinstance(value, list | tuple):
         return [_fitted(table, name, str, each) for each in value]
-    if kind in (int, float) and isinstance(value, int | float | np.number) and kind(value) == value:
+    if kind is bool and isinstance(value, bool | np.bool_):
+        return bool(value)
+    is_number = isinstance(value, int | float | np.number)
+    if is_number and (kind is float or (kind is int and np.isfinite(value) and int(value) == value)):
         return kind(value)
-    if kind is float and isinstance(value, int | float | np.number):
-        return float(value)
     raise UserError(f"column {name!r} of the {table} takes {_WORDS[kind]}, not {value!r}")

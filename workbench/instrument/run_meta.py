@@ -58,16 +58,15 @@ def cpu_name() -> str:
 def meta_of(engine: Any) -> dict[str, Any]:
     """Return what a run should keep of an engine.
 
-    Keys: base, dtype, device, seed, config (every setting, secrets out), mixtures (name -> content key), adapters
-    (name -> content hash), environment (the parts that only the engine knows).
+    Keys: base, dtype, device, seed, config and lora (every setting, secrets out), mixtures (name -> content key),
+    mixture_settings, adapters (name -> content hash), environment (the parts that only the engine knows).
     """
-    config = engine.config
-    settings = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(vars(config))
-    device = str(engine.device)
+    settings, device, mixtures = _settings(engine.config), str(engine.device), dict(engine.mixtures)
     return {
         "base": str(engine.base_id), "dtype": settings.get("dtype"), "device": device, "seed": settings.get("seed"),
-        "config": without_secrets(settings),
-        "mixtures": {name: mixture.content_key for name, mixture in dict(engine.mixtures).items()},
+        "config": without_secrets(settings), "lora": without_secrets(_settings(engine.adapters.config)),
+        "mixtures": {name: mixture.content_key for name, mixture in mixtures.items()},
+        "mixture_settings": {name: without_secrets(_settings(mixture.config)) for name, mixture in mixtures.items()},
         "adapters": {entry.name: entry.content_hash for entry in engine.adapters.entries()},
         "environment": {"gpu": _gpu_name(device)},
     }  # fmt: skip
@@ -95,6 +94,10 @@ def jsonable(value: Any, what: str) -> Any:
         return json.loads(json.dumps(value, default=_plain, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UserError(f"{what} cannot be stored as JSON: {error}") from None
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    return dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(vars(config))
 
 
 def _plain(value: Any) -> Any:

@@ -14,12 +14,15 @@ from collections import deque
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workbench.errors import TransientError, UserError, names
 from workbench.instrument import run_columns, run_files, run_lock, run_meta
 from workbench.instrument.run_compact import compact
 from workbench.instrument.trace import Trace
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 FLUSH_S = 0.5
 _OURS = ("format", "version", "workbench", "name", "created", "closed", "ended_by")
@@ -61,6 +64,7 @@ class RunWriter:
             self._lock.release()
             raise
         self._waiting: dict[str, deque[dict]] = {"steps": deque(), "requests": deque()}
+        self._pending: dict[str, list[dict]] = {"steps": [], "requests": []}
         self._traces: dict[str, str] = {}
         self._busy = threading.RLock()  # taken to touch the files
         self._news, self._ends = threading.Event(), threading.Event()
@@ -81,7 +85,8 @@ class RunWriter:
         """Add a row to the steps.
 
         Raises:
-            UserError: a column that the steps do not have, or a run that is closed.
+            UserError: a column that the steps do not have, or a run that is closed. A value that does not fit its
+                column is found when the row is written: `close` says so.
         """
         self._add("steps", row)
 
@@ -102,7 +107,8 @@ class RunWriter:
             if request_id in self._traces:
                 raise UserError(f"run {str(self.path)!r} holds a trace of request {request_id!r} already")
             name = run_files.trace_name(number, request_id)
-            path = trace.save(self.path / run_files.TRACES / name)
+            path = self.path / run_files.TRACES / name
+            _save(trace, path)
             self._traces[request_id] = name
             line = {"request_id": request_id, "file": name, "tokens": trace.num_tokens}
             index = self.path / run_files.TRACES / run_files.INDEX
@@ -115,7 +121,7 @@ class RunWriter:
         """Put every row on disk now.
 
         Raises:
-            UserError: a row does not fit its columns, or the disk is full or failed; no row is lost by that.
+            UserError: the disk is full or failed; no row is lost by that, the next flush tries again.
         """
         with self._busy:
             for table, rows in self._waiting.items():
@@ -145,25 +151,27 @@ class RunWriter:
             raise UserError(f"run {str(self.path)!r} is closed; nothing can be added to it")
 
     def _flush_table(self, table: str, waiting: deque[dict]) -> None:
-        rows = [waiting.popleft() for _ in range(len(waiting))]
-        if not rows:
-            return
-        try:
-            self._streams[table].append(run_columns.batch(table, self._columns[table], rows))
-        except TransientError:
-            waiting.extendleft(reversed(rows))
-            raise
-        except UserError as error:
-            self._note(error)
-            self._keep_what_fits(table, rows)
+        # rows leave `pending` when they are on disk, so neither a full disk nor an interrupt loses them
+        pending = self._pending[table]
+        while waiting:
+            pending.append(waiting.popleft())
+        if pending:
+            self._streams[table].append(self._batch(table, pending))
+            pending.clear()
 
-    def _keep_what_fits(self, table: str, rows: list[dict]) -> None:
-        """Write rows one by one, for one of them is wrong."""
-        for row in rows:
-            try:
-                self._streams[table].append(run_columns.batch(table, self._columns[table], [row]))
-            except UserError as error:
-                self._note(error)
+    def _batch(self, table: str, rows: list[dict]) -> pa.RecordBatch:
+        """Return the rows as a batch; one with a value that does not fit is left out, and the error is kept."""
+        columns, fit = self._columns[table], []
+        try:
+            return run_columns.batch(table, columns, rows)
+        except UserError:
+            for row in rows:
+                try:
+                    run_columns.batch(table, columns, [row])
+                    fit.append(row)
+                except UserError as error:
+                    self._note(error)
+            return run_columns.batch(table, columns, fit)
 
     def _flush_often(self) -> None:
         while not self._ends.is_set():
@@ -210,6 +218,15 @@ class RunWriter:
             raise type(self.error)(f"run {str(self.path)!r} is not whole: {self.error}")
 
 
+def _save(trace: Trace, path: Path) -> None:
+    from safetensors import SafetensorError
+
+    try:
+        trace.save(path)
+    except SafetensorError as error:  # how its library reports a full disk
+        raise TransientError(f"cannot save {path}: {error}") from None
+
+
 def _facts(name: str, meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `run.json` says from the beginning."""
     from workbench import __version__
@@ -220,6 +237,8 @@ def _facts(name: str, meta: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"the metadata of a run cannot have the key {names(taken)}: the run itself says that")
     meta = run_meta.without_secrets(run_meta.jsonable(meta, "the metadata of a run"))
     said = meta.pop("environment", None) or {}
+    if not isinstance(said, dict):
+        raise UserError(f"the environment in the metadata of a run is a dict, not {said!r}")
     machine = {**run_meta.environment(), **{key: value for key, value in said.items() if value is not None}}
     return {"format": run_files.FORMAT, "version": run_files.VERSION, "workbench": __version__, "name": name,
             "created": _now(), **meta, "environment": machine}  # fmt: skip
