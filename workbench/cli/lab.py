@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -24,11 +26,8 @@ _EXAMPLE = """examples:
 _FIRST = "00_start_here.ipynb"
 _KINDS = ("*.ipynb", "README.md", "images/*.png")
 _OWN_COPY = "workbench-notebooks"
-# neither news nor updates are fetched: nothing here asks the network unless it is told to
-_QUIET = (
-    "--LabApp.news_url=None",
-    "--LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate",
-)
+# nothing here asks the network unless it is told to; what the user has set in JupyterLab comes before these
+_DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"checkForUpdates": False, "fetchNews": "false"}}
 
 
 def add_parser(commands: Any, formatter: type) -> None:
@@ -49,7 +48,7 @@ def add_parser(commands: Any, formatter: type) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve JupyterLab until it is ended."""
     folder = notebooks_folder(arguments.folder)
-    command = [*_QUIET, *_own_options(arguments), *arguments.options]
+    command = [*_own_options(arguments), *arguments.options]
     _check(arguments, command)
     copy = arguments.copy or (_OWN_COPY if _is_installed(folder) else None)
     if copy is not None:
@@ -57,10 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     first = folder / _FIRST
     print(f"JupyterLab opens on {folder}; to end it, press Ctrl-C twice", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="workbench-lab-") as data:
-        os.environ["JUPYTER_PATH"] = jupyter_path(Path(data))
-        from jupyterlab.labapp import LabApp
-
-        LabApp.launch_instance([*command, str(first if first.is_file() else folder)])
+        os.environ.update(environment(Path(data)))
+        _serve([*command, str(first if first.is_file() else folder)])
     return 0
 
 
@@ -102,16 +99,49 @@ def copy_notebooks(source: Path, target: Path) -> Path:
     return target
 
 
-def jupyter_path(data: Path) -> str:
-    """Return a JUPYTER_PATH whose first `python3` kernel, written under `data`, is this environment's Python.
+def environment(data: Path) -> dict[str, str]:
+    """Write below `data` what JupyterLab shall find first, and return the variables by which it does.
 
-    A kernel of that name in the home folder or an outer environment would run the notebooks where no workbench is.
+    The kernel named `python3` becomes this environment's Python: one of that name in the home folder or an outer
+    environment would run the notebooks where no workbench is.
     """
     from ipykernel.kernelspec import write_kernel_spec
 
     write_kernel_spec(data / "kernels" / "python3")
+    settings = data / "config" / "labconfig" / "default_setting_overrides.json"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(json.dumps(_DEFAULTS), encoding="utf-8")
     own = Path(sys.prefix, "share", "jupyter")
-    return os.pathsep.join([str(data), str(own), *filter(None, [os.environ.get("JUPYTER_PATH")])])
+    return {
+        "JUPYTER_PATH": _before("JUPYTER_PATH", data, own),
+        "JUPYTER_CONFIG_PATH": _before("JUPYTER_CONFIG_PATH", data / "config"),
+    }
+
+
+def _before(variable: str, *folders: Path) -> str:
+    """Return a search path of `folders`, then of what the variable already names."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get(variable)])])
+
+
+def _serve(options: list[str]) -> None:
+    from jupyterlab.labapp import LabApp
+
+    before = signal.getsignal(signal.SIGINT)
+    if not sys.stdin.isatty():
+        # a server that cannot ask whether it shall end leaves Ctrl-C to chance: it may be caught by whatever runs
+        signal.signal(signal.SIGINT, _end)
+    try:
+        LabApp.launch_instance(options)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(number: int, frame: Any) -> None:
+    """End the server as SIGTERM does; a server that is not up yet, as Ctrl-C does."""
+    stop = signal.getsignal(signal.SIGTERM)
+    if not callable(stop):
+        raise KeyboardInterrupt
+    stop(number, frame)
 
 
 def _is_installed(folder: Path) -> bool:
