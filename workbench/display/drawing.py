@@ -147,18 +147,29 @@ def source_strip(axes: Axes, trace: Trace, start: int, stop: int, low: float, hi
 def boundary(axes: Axes, trace: Trace, start: int, stop: int, named: Axes | None = None) -> None:
     """Draw the line between prompt and generated tokens, named on both sides above `named`, if that is given."""
     at = trace.prompt_tokens
-    room = max(1, round(0.12 * (stop - start)))  # tokens the word "generated" takes
-    style = {"va": "bottom", "fontsize": 6.5, "color": LIGHT.muted}
-    if not start < at < stop:
-        if named is not None and (start == 0 or start - room < at <= start):
-            named.text(start - 0.5, -0.12, "generated ▸" if start >= at else "prompt ▸", ha="left", **style)
-        return
-    for one in (axes, named) if named is not None else (axes,):
-        one.axvline(at - 0.5, color=LIGHT.ink, lw=1.1, clip_on=False)
+    if start < at < stop:
+        for one in {axes, named} - {None}:
+            one.axvline(at - 0.5, color=LIGHT.ink, lw=1.1, clip_on=False)
     if named is not None:
-        shift = (stop - start) * 0.004
-        named.text(at - 0.5 - shift, -0.12, "prompt ◂", ha="right", **style)
-        named.text(at - 0.5 + shift, -0.12, "▸ generated" if at + room <= stop else "▸", ha="left", **style)
+        name_parts(named, trace, start, stop)
+
+
+def name_parts(axes: Axes, trace: Trace, start: int, stop: int) -> None:
+    """Write "prompt" and "generated" above the line between them, as far as there is room; else what the line is."""
+    at, token_in = trace.prompt_tokens, axes.get_window_extent().width / DPI / (stop - start)
+    room = 0.75  # inches the longer word takes
+    if start < at < stop:
+        if (at - start) * token_in > room:
+            _part(axes, at - 0.5, "prompt ◂", "right")
+        _part(axes, at - 0.5, "▸ generated" if (stop - at) * token_in > room else "▸", "left")
+    elif start == 0 or (start - at) * token_in < room and start >= at:
+        _part(axes, start - 0.5, "generated ▸" if start >= at else "prompt ▸", "left")
+
+
+def _part(axes: Axes, x: float, text: str, ha: str) -> None:
+    style = {"fontsize": 6.5, "color": LIGHT.muted, "va": "bottom", "ha": ha, "annotation_clip": False}
+    offset = {"left": (2, 2), "right": (-2, 2)}[ha]
+    axes.annotate(text, (x, 1), offset, xycoords=("data", "axes fraction"), textcoords="offset points", **style)
 
 
 def site_panel(axes: Axes, trace: Trace, adapter: int) -> None:

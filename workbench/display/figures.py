@@ -8,10 +8,24 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
+from workbench.display.grid_figure import depth_projection
 from workbench.display.picture import Picture
+from workbench.display.share_figures import by_depth, by_projection
+from workbench.display.time_figures import entropy, over_time
 from workbench.display.trace_figures import overview, site_token, token_adapter
 
-__all__ = ["overview", "Picture", "site_token", "token_adapter", "write"]
+__all__ = [
+    "by_depth",
+    "by_projection",
+    "depth_projection",
+    "entropy",
+    "over_time",
+    "overview",
+    "Picture",
+    "site_token",
+    "token_adapter",
+    "write",
+]
 
 
 def write(picture: Picture | Figure, kind: str) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from matplotlib import patheffects
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
@@ -42,10 +41,10 @@ def edge(shade: str) -> str:
 
 
 def line_style(index: int, width: float = 1.4, marker_size: float = 3.4) -> dict[str, Any]:
-    """Return how an adapter's line is drawn: colour, dashes, marker; a pale colour gets an outline."""
+    """Return how an adapter's line is drawn: colour, dashes, marker."""
     shade = colour(index)
     others = index == OTHERS_INDEX
-    style = {
+    return {
         "color": shade,
         "linestyle": (0, (1, 1.5)) if others else DASHES[index % len(DASHES)],
         "linewidth": width,
@@ -55,14 +54,25 @@ def line_style(index: int, width: float = 1.4, marker_size: float = 3.4) -> dict
         "markeredgewidth": 0.5,
         "solid_capstyle": "butt",
     }
-    if contrast(shade, LIGHT.page) < 3:
-        style["path_effects"] = [patheffects.withStroke(linewidth=width + 0.9, foreground=edge(shade))]
-    return style
+
+
+def adapter_line(axes: Axes, index: int, x: np.ndarray, y: np.ndarray, **style: Any) -> Line2D:
+    """Draw an adapter's line and return it; a pale colour gets a darker line below it, as an outline."""
+    drawn = {**line_style(index), **style}
+    if contrast(colour(index), LIGHT.page) < 3 and drawn["linestyle"] != "none" and "alpha" not in style:
+        width = drawn["linewidth"] + 0.9
+        below = {"color": edge(colour(index)), "linestyle": drawn["linestyle"], "linewidth": width}
+        if isinstance(drawn["linestyle"], tuple):
+            # dashes are as long as the line is wide times these numbers
+            first, dashes = drawn["linestyle"]
+            below["linestyle"] = (first, tuple(dash * drawn["linewidth"] / width for dash in dashes))
+        axes.plot(x, y, label="_outline", zorder=drawn.get("zorder", 2), solid_capstyle="butt", **below)
+    return axes.plot(x, y, **drawn)[0]
 
 
 def line_sample(axes: Axes, index: int, x: float, y: float, length: float) -> None:
     """Draw a short piece of an adapter's line, for a legend."""
-    axes.add_line(Line2D([x, x + length / 2, x + length], [y] * 3, markevery=[1], **line_style(index)))
+    adapter_line(axes, index, np.array([x, x + length / 2, x + length]), np.full(3, y), markevery=[1])
 
 
 def swatch(axes: Axes, index: int, corner: tuple[float, float], size: tuple[float, float], **style: Any) -> None:

@@ -12,7 +12,7 @@ from workbench.instrument.trace import Trace
 
 def trace_head(sheet: Sheet, trace: Trace, title: str, notes: Iterable[str] | None = None) -> float:
     """Write the head and return where the next thing may begin; `notes` None says what the scale means."""
-    summary = " · ".join(f"{name}: {value}" for name, value in facts(trace))
+    summary = " · ".join(f"{name}: {value}" for name, value in facts(trace) if name != "Created")
     return head(sheet, title, [summary, *([scale_note(trace)] if notes is None else notes)], badges(trace))
 
 
