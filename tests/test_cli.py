@@ -328,7 +328,7 @@ def test_ordering_make_writes_what_check_accepts(run, tiny, tmp_path):
 
 def test_every_command_has_help_with_an_example(run):
     for command in ([], ["demo"], ["generate"], ["inspect"], ["lab"], ["ordering"], ["ordering", "make"],
-                    ["ordering", "check"]):
+                    ["ordering", "check"], ["show"]):
         code, out, _ = run(*command, "--help")
         assert code == 0 and "example" in out
 

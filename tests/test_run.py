@@ -102,6 +102,17 @@ def test_ids_that_differ_only_in_case_are_two_traces(folder):
     assert [len(run.trace(name).adapters) for name in ("Req", "req")] == [1, 2]
 
 
+def test_a_second_trace_of_one_id_is_kept_beside_the_first(folder):
+    with RunWriter(folder) as writer:
+        for adapters in (1, 2, 3):
+            writer.trace(named("a", small_trace(adapters=adapters)))
+    for _ in range(2):
+        run = open_run(folder)
+        assert [len(run.trace(name).adapters) for name in ("a", "a (2)", "a (3)")] == [1, 2, 3]
+        assert set(run.tokens["request_id"]) == {"a", "a (2)", "a (3)"}
+        (folder / "traces" / "index.jsonl").unlink(missing_ok=True)
+
+
 def test_a_lost_index_is_made_up_from_the_traces(complete):
     (complete / "traces" / "index.jsonl").write_text('{"request_id": "req-1", "fi')
     assert open_run(complete).trace_ids == ("req-1",)
@@ -214,13 +225,9 @@ def test_nothing_is_ever_overwritten(complete, tmp_path):
         RunWriter(other / "notes.txt" / "run")
 
 
-def test_two_writers_cannot_share_a_folder_or_a_request_an_id(folder):
-    with RunWriter(folder) as writer:
-        with pytest.raises(UserError, match="holds a run already"):
-            RunWriter(folder)
-        writer.trace(named("a"))
-        with pytest.raises(UserError, match="holds a trace of request 'a' already"):
-            writer.trace(named("a"))
+def test_two_writers_cannot_share_a_folder_nor_write_what_is_closed(folder):
+    with RunWriter(folder) as writer, pytest.raises(UserError, match="holds a run already"):
+        RunWriter(folder)
     with pytest.raises(UserError, match="is closed"):
         writer.step(STEP)
     with pytest.raises(UserError, match="is closed"):

@@ -39,6 +39,7 @@ def add_parser(commands: Any, formatter: type) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the page and print its path."""
     path = Path(arguments.path)
+    path = path.parent if path.name == "run.json" else path
     shown = subject(path, arguments.request)
     out = Path(arguments.out) if arguments.out else Path(f"{_stem(path, arguments.request)}.html")
     write(shown, [out], arguments.title)
@@ -63,7 +64,7 @@ def subject(path: Path, request_id: str | None) -> Trace | Run:
     if not path.exists():
         near = nearest(path.name, _siblings(path))
         raise UserError(f"{str(path)!r} does not exist{near}; expected a run folder or a trace (.safetensors)")
-    if not path.is_dir() and path.name != "run.json":
+    if not path.is_dir():
         if request_id is not None:
             raise UserError(f"--request chooses a trace of a run, and {str(path)!r} is a file")
         return Trace.load(path, lazy=True)
@@ -89,7 +90,7 @@ def write(shown: Trace | Run, files: Iterable[Path], title: str | None = None) -
 
 def _stem(path: Path, request_id: str | None) -> str:
     """Return the name of the page: the trace's or the run's, in the working folder."""
-    name = path.stem if path.is_file() and path.name != "run.json" else (path.resolve().name or "run")
+    name = path.stem if path.is_file() else path.resolve().name or "run"
     if request_id is None:
         return name
     return f"{name}-" + "".join(char if char.isalnum() or char in "-_" else "-" for char in request_id)[:80]

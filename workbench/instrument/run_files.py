@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,8 +206,14 @@ def read_index(folder: Path) -> dict[str, str]:
     known = set(found.values())
     for path in sorted((folder / TRACES).glob(f"[!.]*{SUFFIX}")):
         if path.name not in known:
-            found.setdefault(_request_of(path), path.name)
+            found[unused(_request_of(path), found)] = path.name
     return found
+
+
+def unused(name: str, taken: Container[str]) -> str:
+    """Return a name that is not taken: itself, or with a number behind it."""
+    numbered = (f"{name} ({number})" for number in itertools.count(2))
+    return next(each for each in itertools.chain([name], numbered) if each not in taken)
 
 
 def trace_name(number: int, request_id: str) -> str:

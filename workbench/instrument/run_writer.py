@@ -97,15 +97,16 @@ class RunWriter:
     def trace(self, trace: Trace) -> Path:
         """Write a finished request's trace, named by `metadata["request_id"]`, and return its file.
 
+        A second one of the same id is kept as "ID (2)".
+
         Raises:
-            UserError: a trace of this request is here already, the disk fails, or the run is closed.
+            UserError: the disk is full or failed, or the run is closed.
         """
         with self._busy:
             self._require_open()
             number = len(self._traces) + 1
-            request_id = str(trace.metadata.get("request_id") or f"trace-{number}")
-            if request_id in self._traces:
-                raise UserError(f"run {str(self.path)!r} holds a trace of request {request_id!r} already")
+            wanted = str(trace.metadata.get("request_id") or f"trace-{number}")
+            request_id = run_files.unused(wanted, self._traces)
             name = run_files.trace_name(number, request_id)
             path = self.path / run_files.TRACES / name
             _save(trace, path)
