@@ -48,12 +48,18 @@ style="max-width:100%;height:auto"></div>
 # the parts of the one ES module and of the one style sheet; a view is drawn by its function `renderName`
 FIRST_PARTS = ("base.js",)
 VIEW_PARTS = {
-    "scalings": ("panels.js", "heatmap.js", "scalings.js"),
+    "scalings": ("canvas.js", "panels.js", "heatmap.js", "scalings.js"),
+    "explore": ("canvas.js", "explore_data.js", "explore_map.js", "explore_panels.js", "explore.js"),
+    "console": ("live.js", "console.js"),
+    "compare_live": ("live.js", "compare_live.js"),
 }
 LAST_PART = "view.js"
 FIRST_STYLES = ("base.css",)
 VIEW_STYLES = {
     "scalings": ("scalings.css",),
+    "explore": ("scalings.css", "explore.css"),
+    "console": ("scalings.css", "console.css"),
+    "compare_live": ("scalings.css", "console.css"),
 }
 
 

@@ -17,7 +17,7 @@ from workbench.live.desk import RANGES, Desk
 from workbench.live.playing import Playing
 from workbench.live.sender import Sender
 from workbench.live.voices import Voice, also, defaults_of, find, shown_values, typed, voice_of, voices
-from workbench.live.widget import Live
+from workbench.live.widget import Live, text_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,7 +64,7 @@ class Console(Live):
         Console._count += 1
         self._name = f"console-{Console._count}"
         super().__init__(
-            engine, "console", title, theme, prompt=_text("prompt", prompt), chat=chat,
+            engine, "console", title, theme, prompt=text_of("prompt", prompt), chat=chat,
             voice=voice_of(self._others, known).id, voices=[voice.to_json() for voice in known],
             boxes=boxes, values={box["name"]: box["value"] for box in boxes},
             also=also(self._sampling, self._others), can_chat=bool(getattr(engine.tokenizer, "chat_template", None)),
@@ -92,7 +92,7 @@ class Console(Live):
             if self.is_running:
                 raise UserError("this console is answering already; stop it first")
             if prompt is not None:
-                self.prompt = _text("prompt", prompt)
+                self.prompt = text_of("prompt", prompt)
             voice, asked = self._asked(options)
             self._play(voice, asked)
 
@@ -235,8 +235,7 @@ class Console(Live):
 
     def _update(self, playing: Playing) -> bool:
         """Send what is new; on the sender's thread."""
-        if playing.sent == (0, 0):
-            playing.catch_up()
+        playing.catch_up()
         is_ended = playing.feed.is_ended
         try:
             with self._sending:
@@ -326,12 +325,6 @@ class Console(Live):
 
     def _on_clear(self, _: dict[str, Any]) -> None:
         self.clear_faders()
-
-
-def _text(name: str, given: Any) -> str:
-    if not isinstance(given, str):
-        raise UserError(f"{name} must be text, not {given!r}")
-    return given
 
 
 def console(

@@ -43,7 +43,7 @@ class Playing:
         self.feed: Feed | None = None
         self.sent = (0, 0)
         self.ended: dict[str, Any] | None = None
-        self.done = threading.Event()
+        self.done, self._has_caught_up = threading.Event(), False
         self.poke = lambda: None
 
     def begin(self, prompt: Any, options: Mapping[str, Any], is_last: bool = True) -> None:
@@ -56,9 +56,11 @@ class Playing:
         self.feed = Feed(self.request, self._engine.tokenizer, self.voice.weights, lambda: self.poke())
 
     def catch_up(self) -> None:
-        """Take what happened before the feed listened; waits for the step under way."""
-        with self._engine.adapters.turn:
-            self.feed.catch_up()
+        """Take what happened before the feed listened, once; waits for the step under way."""
+        if not self._has_caught_up:
+            self._has_caught_up = True
+            with self._engine.adapters.turn:
+                self.feed.catch_up()
 
     def cancel(self) -> None:
         """End it now; what it has said stays."""

@@ -20,7 +20,7 @@ BASE = "base"
 K = "tgt_non_granular_index"
 # name -> what it is called on the panel, kind, what an empty box means
 NUMBERS: dict[str, tuple[str, type, str]] = {
-    K: ("reuse after k tokens", int, "exact"),
+    K: ("reuse after k", int, "exact"),
     "max_tokens": ("max tokens", int, "128"),
     "temperature": ("temperature", float, "0, greedy"),
     "top_p": ("top p", float, "1, off"),

@@ -56,7 +56,7 @@ class Live(anywidget.AnyWidget):
         self.engine = engine
         self._lock, self._sending = threading.RLock(), threading.RLock()
         self._views: set[str] = set()
-        self._is_over = False
+        self._is_over, self._done = False, threading.Event()
         facts = [["Base", str(engine.base_id)], ["Dtype", engine.config.dtype], ["Device", engine.device.type]]
         super().__init__(view=view, title=title, theme=theme, themes=themes(), facts=facts, **traits)
         self.on_msg(self._heard)
@@ -115,6 +115,13 @@ class Live(anywidget.AnyWidget):
     def _stop_if_alone(self) -> None:
         if not self._views:
             self.stop()
+
+
+def text_of(name: str, given: Any) -> str:
+    """Return text as it is; a UserError for anything else."""
+    if not isinstance(given, str):
+        raise UserError(f"{name} must be text, not {given!r}")
+    return given
 
 
 def require_engine(engine: Any) -> None:

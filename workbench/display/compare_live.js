@@ -1,0 +1,148 @@
+// View "compare_live": one prompt under several settings, side by side while they are written. Messages as in console.js,
+// with one entry per column. Everything a test may want to reach has an attribute:
+//   root [data-lw-compare-live], whose data-lw-state is idle | running | ended; [data-lw-prompt] [data-lw-run] [data-lw-stop]
+//   [data-lw-status] [data-lw-error]; in [data-lw-column="0"]: [data-lw-text] with [data-token], of which the first that
+//   differs from column 0 has data-lw-mark, [data-lw-strip] [data-lw-meter="tok_s"] (and others) [data-lw-verdict]
+
+function compareColumn(index, label) {
+  const point = (token) => { text.point(token); strip.point(token); };
+  const chips = make("span", { class: "lw-chips" }), verdict = make("p", { class: "lw-verdict", "data-lw-verdict": true });
+  const text = liveText(`Answer under ${label}`, point), meters = liveMeters();
+  const strip = liveStrip(`Scalings under ${label}, mean over the sites`, point);
+  const box = make("section", { class: "lw-column", "data-lw-column": index, "aria-label": `Setting ${index + 1}: ${label}` },
+    make("div", { class: "lw-column-head" }, make("span", { class: "lw-number", "aria-hidden": "true" }, String(index + 1)), make("bdi", { class: "lw-label" }, label), chips),
+    text.box, verdict, strip.box, meters.box);
+  const column = {
+    box, text, strip, meters, verdict, story: null,
+    begin(start) {
+      column.story = liveStory({ ...start, promptTokens: start.prompt_tokens });
+      verdict.textContent = "";
+      const { adapters, keys, colours, label: who } = start.voice;
+      chips.replaceChildren(...(adapters.length ? adapters.map((name, i) => make("span", {}, swatch(colours[i]), make("b", {}, keys[i]), " ", make("bdi", {}, name))) : [who]));
+      text.begin(column.story);
+      strip.begin(column.story);
+    },
+    draw() {
+      text.draw();
+      strip.draw();
+      strip.speak();
+      meters.draw(column.story);
+    },
+  };
+  return column;
+}
+
+// the first difference of each column from the first one: marked there, and with the columns' numbers in the first
+function compareMarks(columns, diverged) {
+  const leaving = new Map();
+  diverged.forEach((token, i) => {
+    if (token === null || !columns[i].story) return;
+    columns[i].text.mark(token, "≠ 1");
+    leaving.set(token, [...(leaving.get(token) ?? []), i + 1]);
+    if (!columns[i].judged) columns[i].verdict.textContent = `Differs from 1 at token ${token + columns[i].story.hidden}.`;
+  });
+  for (const [token, numbers] of leaving) columns[0].text.mark(token, `≠ ${numbers.join(", ")}`);
+}
+
+function compareForm(model, run, stop, status, alert) {
+  const set = () => { model.set("prompt", prompt.value); model.save_changes(); };
+  const prompt = make("textarea", { rows: "3", spellcheck: "false", "data-lw-prompt": true, "aria-keyshortcuts": "Control+Enter Meta+Enter",
+    placeholder: "What is to be continued under every setting? Ctrl+Enter runs." });
+  prompt.value = model.get("prompt");
+  prompt.addEventListener("change", set);
+  prompt.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+    event.preventDefault();
+    run();
+  });
+  const go = make("button", { type: "button", class: "lw-button lw-go", "data-lw-run": true, onclick: run }, "Run all");
+  const end = make("button", { type: "button", class: "lw-button lw-halt", "data-lw-stop": true, onclick: stop }, "Stop all");
+  const box = make("div", { class: "lw-ask" }, make("label", { class: "lw-field lw-wide" }, make("span", {}, "Prompt"), prompt),
+    make("div", { class: "lw-go-row" }, go, end, status, alert));
+  return {
+    box, push: set,
+    pull() { if (document.activeElement !== prompt) prompt.value = model.get("prompt"); },
+    lock(running) { go.setAttribute("aria-disabled", String(running)); end.setAttribute("aria-disabled", String(!running)); },
+  };
+}
+
+function renderCompareLive({ model, el }) {
+  const status = make("span", { class: "lw-said", role: "status", "data-lw-status": true }, "Ready.");
+  const alert = make("span", { class: "lw-alert", role: "alert", "data-lw-error": true, hidden: true });
+  const fail = (text) => { alert.textContent = text; alert.hidden = !text; };
+  let current = null, silence = false, waiting = 0;
+  const talk = liveTalk(model, (silent) => {
+    if (silent !== silence) fail(silent ? LIVE_SILENCE : "");
+    silence = silent;
+  });
+  const running = () => current !== null && !current.ended;
+  const run = () => {
+    if (running()) return fail("The settings run already; stop them first.");
+    fail("");
+    form.push();
+    talk.send("run");
+  };
+  const form = compareForm(model, run, () => running() && talk.send("stop"), status, alert), scale = liveScale();
+  const columns = model.get("columns").map(({ label }, i) => compareColumn(i, label));
+  const facts = make("div", { class: "lw-facts" });
+  for (const [name, value] of model.get("facts")) facts.append(make("span", {}, make("span", { class: "lw-fact" }, name), " ", make("bdi", {}, value)));
+  const grid = make("div", { class: "lw-columns" }, ...columns.map((column) => column.box));
+  const root = make("div", { class: "lw lw-compare-live", "data-lw-compare-live": true, "data-lm-suppress-shortcuts": "true" },
+    make("div", { class: "lw-head" }, make("div", { class: "lw-title", role: "heading", "aria-level": "2" }, model.get("title")), facts),
+    form.box, grid, scale.box);
+  const drawNow = () => {
+    root.dataset.lwState = current === null ? "idle" : current.ended ? "ended" : "running";
+    form.lock(running());
+    columns.forEach((column) => column.draw());
+    if (current) compareMarks(columns, current.diverged);
+  };
+  const draw = () => { waiting ||= requestAnimationFrame(() => { waiting = 0; try { drawNow(); } catch (error) { showError(el, error); } }); };
+  const begin = (content) => {
+    current = { run: content.run, diverged: [], ended: null };
+    columns.forEach((column, i) => { column.judged = false; column.begin(content.columns[i]); });
+    fail("");
+    status.textContent = `Running ${columns.length} settings together …`;
+  };
+  const more = (content, buffers) => {
+    for (const each of content.columns) {
+      const column = columns[each.column], { story } = column;
+      if (!liveTake(story, each, buffers.slice(2 * each.column, 2 * each.column + 2))) return talk.send("hello");
+      if (each.ended && !story.ended) {
+        Object.assign(story, { ended: each.ended });
+        if (each.ended.reason === "error") [column.judged, column.verdict.textContent] = [true, liveEnding(story)];
+      }
+    }
+    current.diverged = content.diverged;
+  };
+  const end = (content) => {
+    current.ended = content;
+    content.says.forEach((said, i) => { if (said) [columns[i].judged, columns[i].verdict.textContent] = [true, said]; });
+    status.textContent = content.compared ? `Finished. ${content.floor}` : "Finished; there is nothing to compare.";
+    if (!content.compared) fail(content.floor);
+  };
+  const heard = (content, buffers) => {
+    if (!talk.hears(content)) return;
+    if (content.type === "say") content.error ? fail(content.text) : (status.textContent = content.text);
+    else if (content.type === "start") begin(content);
+    else if (content.run !== current?.run) { if (content.type === "more" && !(current?.run > content.run)) talk.send("hello"); }
+    else if (content.type === "more") more(content, buffers);
+    else if (content.type === "end") end(content);
+    draw();
+  };
+  const pulled = () => form.pull();
+  model.on("change:prompt", pulled);
+  model.on("msg:custom", heard);
+  const sizes = new ResizeObserver(draw);
+  sizes.observe(grid);
+  el.replaceChildren(root);
+  const untheme = followTheme(model, root, (theme) => { scale.theme(theme); columns.forEach((column) => column.strip.theme(theme)); });
+  drawNow();
+  talk.send("hello");
+  return () => {
+    talk.end();
+    model.off("change:prompt", pulled);
+    model.off("msg:custom", heard);
+    sizes.disconnect();
+    untheme();
+  };
+}
