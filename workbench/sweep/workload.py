@@ -61,7 +61,7 @@ class Workload:
         count, length, seed = self.concurrency, self.prompt_tokens, self.seed
         if engine.tokenizer is None:
             return random_prompts(count, length, engine.model.vocab_size, seed)
-        return text_prompts(engine.tokenizer(_demo_text())["input_ids"], count, length, seed)
+        return text_prompts(engine.tokenizer(demo_text())["input_ids"], count, length, seed)
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of `engine.generate` that say what the requests run on, one entry per prompt."""
@@ -95,7 +95,8 @@ class Workload:
         return self.inputs if k is None else self.prompt_tokens + min(k, self.tokens - 1)
 
 
-def _demo_text() -> str:
+def demo_text() -> str:
+    """Return the demo's prompt."""
     from workbench import hub
     from workbench.jsonfile import read_json
 

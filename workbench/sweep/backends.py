@@ -1,0 +1,175 @@
+"""Where units run: here, in processes of this machine (joblib), or on a Ray cluster. The same units, the same results.
+
+Contract: a backend yields (unit, result) as units end, begins none after `stop` is set, and takes a worker's death for
+one try of the unit it had: after `TRIES` of them the unit is recorded as failed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from workbench.errors import UserError
+from workbench.sweep.runner import FAILED, execute
+from workbench.sweep.store import Store, Unit, write_result
+
+TRIES = 3
+Answer = tuple[Unit, dict[str, Any]]
+
+
+class Here:
+    """Runs units one after another in this process."""
+
+    def __init__(self, measure: Any = None):
+        self.measure = measure
+
+    def run(self, store: Store, units: Sequence[Unit], stop: threading.Event) -> Iterator[Answer]:
+        """Yield each unit's result."""
+        for unit in units:
+            if stop.is_set():
+                return
+            yield unit, execute(store, unit, self.measure or _measure())
+
+
+class Processes:
+    """Runs units in worker processes of this machine, each with engines of its own.
+
+    Args:
+        jobs: how many.
+        threads: of torch in each; None shares the cores evenly.
+    """
+
+    def __init__(self, jobs: int, threads: int | None = None):
+        if jobs < 1:
+            raise UserError(f"--jobs must be at least 1, not {jobs}")
+        if importlib.util.find_spec("joblib") is None:
+            raise UserError("--jobs needs joblib, which is not installed here; type `pip install joblib`")
+        self.jobs, self.threads = jobs, threads
+
+    def run(self, store: Store, units: Sequence[Unit], stop: threading.Event) -> Iterator[Answer]:
+        """Yield each unit's result."""
+        from joblib import Parallel, delayed, parallel_config
+        from joblib.externals.loky.process_executor import TerminatedWorkerError
+
+        waiting, deaths = list(units), 0
+        while waiting and not stop.is_set():
+            # after a death nobody knows whose it was: one at a time, until it is known
+            jobs = self.jobs if not deaths else 1
+            begun: list[Unit] = []
+
+            def tasks(waiting: list[Unit] = list(waiting), begun: list[Unit] = begun) -> Iterator[Any]:  # noqa: B006
+                for unit in waiting:
+                    if stop.is_set():
+                        return
+                    begun.append(unit)
+                    yield delayed(work)(store, unit, self.threads)
+
+            try:
+                with parallel_config("loky", inner_max_num_threads=self.threads):
+                    parallel = Parallel(n_jobs=jobs, return_as="generator_unordered", pre_dispatch=jobs, batch_size=1)
+                    for unit, result in parallel(tasks()):
+                        waiting.remove(unit)
+                        yield unit, result
+                return
+            except TerminatedWorkerError:
+                deaths += 1
+                if jobs == 1:
+                    culprit = next(unit for unit in begun if unit in waiting)
+                    self._tried[culprit.name] += 1
+                    if self._tried[culprit.name] >= TRIES:
+                        waiting.remove(culprit)
+                        yield culprit, died(store, culprit)
+
+    @property
+    def _tried(self) -> Counter[str]:
+        return self.__dict__.setdefault("_tries", Counter())
+
+
+class RayCluster:
+    """Runs units on a Ray cluster: the workers need the same files at the same paths.
+
+    Args:
+        address: "local" starts one here; "auto" or host:port joins one.
+        workers: of a local one; None is one per two cores.
+        cpus, gpus: what a unit asks for.
+    """
+
+    def __init__(self, address: str = "local", workers: int | None = None, cpus: float = 1, gpus: float = 0):
+        if importlib.util.find_spec("ray") is None:
+            raise UserError("--ray needs Ray, which is not installed here; type `pip install 'lora-workbench[ray]'`")
+        self.address, self.workers, self.cpus, self.gpus = address, workers, cpus, gpus
+
+    def run(self, store: Store, units: Sequence[Unit], stop: threading.Event) -> Iterator[Answer]:
+        """Yield each unit's result."""
+        import ray
+
+        own = not ray.is_initialized()
+        if own:
+            options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+            if self.address == "local":
+                options |= {"num_cpus": self.workers} if self.workers else {}
+            else:
+                options["address"] = self.address
+            ray.init(**options)
+        try:
+            yield from self._run(ray, store, units, stop)
+        finally:
+            if own:
+                ray.shutdown()
+
+    def _run(self, ray: Any, store: Store, units: Sequence[Unit], stop: threading.Event) -> Iterator[Answer]:
+        # ray's own retries would begin a unit behind our back after a stop
+        remote = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_retries=0)(work)
+        waiting, running, tried = list(units), {}, Counter()
+        room = max(1, int(ray.cluster_resources().get("CPU", 1) // self.cpus)) if self.cpus else len(waiting)
+        while waiting or running:
+            while waiting and len(running) < room and not stop.is_set():
+                unit = waiting.pop(0)
+                running[remote.remote(store, unit, None)] = unit
+            if not running:
+                return
+            ready, _ = ray.wait(list(running), num_returns=1, timeout=1)
+            for reference in ready:
+                unit = running.pop(reference)
+                try:
+                    yield ray.get(reference)
+                except ray.exceptions.WorkerCrashedError:
+                    tried[unit.name] += 1
+                    if tried[unit.name] < TRIES:
+                        waiting.insert(0, unit)
+                    else:
+                        yield unit, died(store, unit)
+                except ray.exceptions.RayTaskError as error:
+                    raise error.cause if isinstance(error.cause, UserError) else error from None
+
+
+def work(store: Store, unit: Unit, threads: int | None) -> Answer:
+    """Run one unit in a worker process."""
+    if threading.current_thread() is threading.main_thread():
+        # Ctrl-C is for the process that the user talks to: it lets this unit finish
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    return unit, execute(store, unit, _measure())
+
+
+def died(store: Store, unit: Unit) -> dict[str, Any]:
+    """Record a unit whose workers died, and return its result."""
+    error = f"its worker process died {TRIES} times (killed, or out of memory)"
+    result = {"point": unit.point.id, "repeat": unit.repeat, "settings": unit.point.settings, "status": FAILED,
+              "error": error, "figures": None}
+    with store.making(unit) as folder:
+        write_result(folder, result)
+    return result
+
+
+def _measure() -> Any:
+    from workbench.sweep.tasks import measure
+
+    return measure

@@ -1,0 +1,163 @@
+"""Run a sweep: what is missing of a grid, unit by unit, wherever it is told to.
+
+Contract: a unit that fails is recorded with its error, and the others run. Ctrl-C stops after the units that are
+running; what is finished stays, and the same command goes on from there. So does one after a kill.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from workbench.errors import UserError
+from workbench.sweep.grid import Grid
+from workbench.sweep.point import PointSettings
+from workbench.sweep.store import DONE, FAILED, Store, Unit, units_of, write_result
+
+Execute = Callable[[dict[str, Any], int, str], dict[str, Any]]
+
+
+class Backend(Protocol):
+    """Where units run."""
+
+    def run(self, jobs: Iterable[Callable[[], dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+        """Yield the answer of each job as it ends, in any order."""
+        ...
+
+
+@dataclass
+class Report:
+    """What a sweep did.
+
+    Attributes:
+        done, failed, skipped: names of units that ran, that failed, and that had a result before.
+        left: how many were not begun, after Ctrl-C.
+        errors: unit -> why it failed.
+        table: the Parquet file, None when nothing is finished.
+    """
+
+    done: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    left: int = 0
+    errors: dict[str, str] = field(default_factory=dict)
+    table: Any = None
+
+
+def wanted_units(
+    grid: Grid, *, only: Sequence[str] = (), limit: int | None = None, shard: tuple[int, int] | None = None
+) -> list[Unit]:
+    """Return the units that a command asks for.
+
+    Args:
+        grid: of all.
+        only: filters, see `Grid.only`; a point that any of them fits is in.
+        limit: so many points at most, the first.
+        shard: (i, n): the i-th of n parts, i from 1; the parts are disjoint and together everything.
+    """
+    chosen: Sequence[PointSettings] = grid.points
+    if only:
+        fitting = {point for each in only for point in grid.only(each)}
+        chosen = [point for point in grid.points if point in fitting]
+    if limit is not None:
+        chosen = chosen[:limit]
+    if shard is not None:
+        index, count = shard
+        chosen = [point for number, point in enumerate(chosen) if number % count == index - 1]
+    return units_of(grid, chosen)
+
+
+def sweep(
+    store: Store, units: Sequence[Unit], backend: Any, *, retry_failed: bool = False,
+    progress: Callable[[Unit, dict[str, Any]], None] = lambda unit, result: None,
+) -> Report:
+    """Run the units that have no result, and write the table.
+
+    Args:
+        store: where results go.
+        units: in the order they are to run.
+        backend: see `workbench.sweep.backends`.
+        retry_failed: run those again that failed.
+        progress: called with each unit that has ended, and its result.
+
+    Raises:
+        UserError: results cannot be written; what is finished is kept.
+    """
+    store.begin()
+    report, missing = Report(), []
+    for unit in units:
+        result = store.result(unit)
+        if result is None or (retry_failed and result["status"] == FAILED):
+            missing.append(unit)
+        else:
+            report.skipped.append(unit.name)
+    with stoppable() as stop:
+        for unit, result in backend.run(store, missing, stop):
+            (report.done if result["status"] == DONE else report.failed).append(unit.name)
+            if result["status"] == FAILED:
+                report.errors[unit.name] = result["error"]
+            progress(unit, result)
+    report.left = len(missing) - len(report.done) - len(report.failed)
+    report.table = store.write_table(units_of(store.grid))
+    return report
+
+
+def execute(store: Store, unit: Unit, measure: Callable[[PointSettings, int, Any], dict[str, Any]]) -> dict[str, Any]:
+    """Run one unit, write its result, and return it.
+
+    Args:
+        store: where it goes.
+        unit: what runs.
+        measure: (point, repeat, folder) -> its figures, plain numbers.
+
+    Raises:
+        UserError: the result cannot be written.
+    """
+    from workbench.sweep.machine import environment, load_average
+
+    # figures of a clock that cannot jump; the date is for the reader
+    started, before = time.perf_counter(), load_average()
+    with store.making(unit) as folder:
+        result: dict[str, Any] = {"point": unit.point.id, "repeat": unit.repeat, "settings": unit.point.settings}
+        try:
+            result |= {"status": DONE, "error": None, "figures": measure(unit.point, unit.repeat, folder)}
+        except OSError as error:
+            # a full disk is not the point's fault: nothing is recorded, and the sweep stops
+            raise UserError(f"cannot write results at {str(folder)!r}: {error.strerror or error}; what is finished is "
+                            "kept, and the same command goes on from there") from error
+        except Exception as error:  # a point's failure is its own
+            said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            result |= {"status": FAILED, "error": said, "figures": None}
+        found = environment(unit.point.device or "cpu")
+        result |= {"seconds": time.perf_counter() - started, "load_before": before, "load_after": load_average(),
+                   "created": found["created"], "environment": found}
+        write_result(folder, result)
+    return result
+
+
+@contextmanager
+def stoppable() -> Iterator[threading.Event]:
+    """Give an event that the first Ctrl-C sets; a second one interrupts at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def heard(*arguments: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        print("\nstopping after what is running; Ctrl-C again stops at once", file=sys.stderr)
+
+    signal.signal(signal.SIGINT, heard)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,239 @@
+"""Results of a sweep on disk: one folder per unit (a point and a repeat), one Parquet table for all.
+
+    OUT/<grid>/grid.json                      what the grid was
+    OUT/<grid>/units/<point id>-r<repeat>/    a run folder, and result.json, written last
+    OUT/<grid>.parquet                        one row per unit
+
+Contract: a unit is there whole or not at all: it is made under another name and renamed. Units of several processes and
+machines may be written side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import UserError, names
+from workbench.jsonfile import read_json
+from workbench.sweep.grid import Grid
+from workbench.sweep.point import SCHEMA, PointSettings
+
+DONE, FAILED = "done", "failed"
+_GRID, _RESULT, _UNITS, _PART = "grid.json", "result.json", "units", ".part"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One repeat of one point."""
+
+    point: PointSettings
+    repeat: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.point.id}-r{self.repeat}"
+
+
+class Store:
+    """The results folder of one grid.
+
+    Args:
+        out: where results of all grids lie.
+        grid: whose.
+
+    Raises:
+        UserError: the folder holds another grid's results, or those of another version.
+    """
+
+    def __init__(self, out: str | Path, grid: Grid):
+        self.grid, self.out = grid, Path(out)
+        self.folder, self.table = self.out / grid.name, self.out / f"{grid.name}.parquet"
+        if (self.folder / _GRID).exists():
+            self._require_ours()
+        elif self.folder.exists() and any(self.folder.iterdir()):
+            inside = sorted(path.name for path in self.folder.iterdir())
+            raise UserError(f"{str(self.folder)!r} holds {names(inside, 3)} and no {_GRID}: it is no results folder; give "
+                            "another with --out")
+
+    def begin(self) -> None:
+        """Make the folder, and clear away what killed processes of this machine left."""
+        with writing(self.folder):
+            (self.folder / _UNITS).mkdir(parents=True, exist_ok=True)
+            write_json(self.folder / _GRID, {
+                "schema": SCHEMA, "name": self.grid.name, "question": self.grid.question, "repeats": self.grid.repeats,
+                "digest": self.grid.digest, "points": {point.id: point.settings for point in self.grid.points},
+            })  # fmt: skip
+        for part in (self.folder / _UNITS).glob(f"*{_PART}"):
+            host, _, pid = part.name.removesuffix(_PART).rpartition(".")[0].rpartition(".")
+            if host.endswith(_host()) and pid.isdigit() and not _is_alive(int(pid)):
+                shutil.rmtree(part, ignore_errors=True)
+
+    def path(self, unit: Unit) -> Path:
+        """Return a unit's folder, there or not."""
+        return self.folder / _UNITS / unit.name
+
+    def result(self, unit: Unit) -> dict[str, Any] | None:
+        """Return a finished unit's result, None for one that has not run."""
+        path = self.path(unit) / _RESULT
+        return read_json(path, "a unit's result") if path.is_file() else None
+
+    def finished(self) -> set[str]:
+        """Return the names of the units that have a result, failed ones too."""
+        found = {path.parent.name for path in (self.folder / _UNITS).glob(f"*/{_RESULT}")}
+        return {name for name in found if not name.endswith(_PART)}
+
+    def discard(self, unit: Unit) -> None:
+        """Forget a unit's result."""
+        shutil.rmtree(self.path(unit), ignore_errors=True)
+
+    @contextmanager
+    def making(self, unit: Unit) -> Iterator[Path]:
+        """Give an empty folder which becomes the unit's when the context is left without an error."""
+        units = self.folder / _UNITS
+        with writing(units):
+            units.mkdir(parents=True, exist_ok=True)
+            part = Path(tempfile.mkdtemp(prefix=f"{unit.name}.{_host()}.{os.getpid()}.", suffix=_PART, dir=units))
+        try:
+            yield part
+            with writing(part):
+                self.discard(unit)
+                part.rename(self.path(unit))
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+
+    def rows(self, units: Iterable[Unit]) -> list[dict[str, Any]]:
+        """Return the finished ones' results as flat rows: settings, status, error, figures, machine."""
+        found = []
+        for unit in units:
+            result = self.result(unit)
+            if result is not None:
+                found.append(flat(self.grid, unit, result))
+        return found
+
+    def write_table(self, units: Iterable[Unit]) -> Path | None:
+        """Write the table of all finished units; None when there are none."""
+        import pandas as pd
+
+        rows = self.rows(units)
+        if not rows:
+            return None
+        frame = pd.DataFrame(rows)
+        for column in frame.columns:
+            # one type per column, as Parquet wants: a rank may be a number or a list of them
+            if len({type(value) for value in frame[column].dropna()} - {int, float}) > 1 or any(
+                isinstance(value, list) for value in frame[column]
+            ):
+                frame[column] = frame[column].map(lambda value: value if value is None else str(value))
+        with writing(self.table):
+            temporary = self.table.with_name(f".{self.table.name}.{os.getpid()}")
+            try:
+                frame.to_parquet(temporary, index=False)
+                temporary.replace(self.table)
+            finally:
+                temporary.unlink(missing_ok=True)
+        return self.table
+
+    def _require_ours(self) -> None:
+        said = read_json(self.folder / _GRID, "a results folder's grid")
+        if said.get("schema") != SCHEMA:
+            raise UserError(f"{str(self.folder)!r} was written with schema {said.get('schema')!r}, this version writes "
+                            f"{SCHEMA}; give another --out, or remove that folder")
+        if said.get("name") != self.grid.name:
+            raise UserError(f"{str(self.folder)!r} holds results of grid {said.get('name')!r}, not of "
+                            f"{self.grid.name!r}; give another --out")
+
+
+def flat(grid: Grid, unit: Unit, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one row of the table."""
+    machine = result.get("environment") or {}
+    return {
+        "grid": grid.name, "point": unit.point.id, "label": grid.label(unit.point), "repeat": unit.repeat,
+        "status": result["status"], "error": result.get("error"), **unit.point.settings,
+        **(result.get("figures") or {}), "seconds": result.get("seconds"), "load_before": result.get("load_before"),
+        "load_after": result.get("load_after"), "created": result.get("created"), "cpu": machine.get("cpu"),
+        "gpu": machine.get("gpu"), "threads": machine.get("threads"), "machine": machine.get("machine"),
+    }  # fmt: skip
+
+
+def units_of(grid: Grid, points: Iterable[PointSettings] | None = None) -> list[Unit]:
+    """Return the units of points, repeat by repeat, every other round backwards: what drifts meets all alike."""
+    chosen = list(grid.points if points is None else points)
+    found: list[Unit] = []
+    for repeat in range(grid.repeats):
+        found += [Unit(point, repeat) for point in (chosen if repeat % 2 == 0 else reversed(chosen))]
+    return found
+
+
+def merge(grid: Grid, sources: Iterable[str | Path], out: str | Path) -> Store:
+    """Copy the units of several results folders into one, and write its table.
+
+    Raises:
+        UserError: a folder without results of this grid.
+    """
+    target = Store(out, grid)
+    target.begin()
+    units = units_of(grid)
+    for source in sources:
+        store = Store(source, grid)
+        if not (store.folder / _GRID).is_file():
+            raise UserError(f"{str(source)!r} holds no results of grid {grid.name!r}")
+        if store.folder.resolve() == target.folder.resolve():
+            continue
+        for unit in units:
+            own, theirs = target.result(unit), store.result(unit)
+            if theirs is None or (own is not None and (own["status"] == DONE or theirs["status"] != DONE)):
+                continue
+            with target.making(unit) as part, writing(part):
+                shutil.copytree(store.path(unit), part, dirs_exist_ok=True)
+    target.write_table(units)
+    return target
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write JSON, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_result(folder: Path, result: Mapping[str, Any]) -> None:
+    """Write a unit's result."""
+    with writing(folder):
+        write_json(folder / _RESULT, result)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what a disk may answer into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write results at {str(path)!r}: {error.strerror or error}; what is finished is kept, "
+                        "and the same command goes on from there") from error
+
+
+def _host() -> str:
+    return "".join(char if char.isalnum() else "-" for char in socket.gethostname()) or "host"
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,218 @@
+"""Traffic: which requests arrive, when, how long, and on what; and running them.
+
+Contract: traffic is a function of a point's settings and seed; equal points see equal requests.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import UserError, names, nearest
+from workbench.sweep.point import PointSettings
+from workbench.sweep.synthetic import adapter_of_each, random_prompts, text_prompts
+from workbench.sweep.workload import demo_text
+
+if TYPE_CHECKING:
+    from workbench.engine import Engine
+    from workbench.engine.request import Request
+
+_LINE_KEYS = ("at_s", "prompt_tokens", "tokens", "adapter")
+_IDLE_S = 0.0005
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request to come.
+
+    Attributes:
+        at_s: seconds after the beginning; None as soon as there is a place for it (closed arrivals).
+        prompt: token ids.
+        tokens: to generate, all of them.
+        options: of `Engine.submit`: adapter, mixture, merged_adapters, policy.
+    """
+
+    at_s: float | None
+    prompt: list[int]
+    tokens: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A request that has ended.
+
+    Attributes:
+        request: the engine's.
+        late_s: seconds between the time it was to arrive and the time it was queued: a step was running.
+        ended_s: seconds after the beginning.
+    """
+
+    request: Request
+    late_s: float
+    ended_s: float
+
+
+def traffic(point: PointSettings, engine: Engine, adapters: Sequence[str], mixture: str | None) -> list[Arrival]:
+    """Return a point's requests in the order of their arrival.
+
+    Args:
+        point: of task "throughput".
+        engine: whose tokens prompts are made of.
+        adapters: names of the loaded adapters, for lora and merged.
+        mixture: name of the loaded mixture, for xlora.
+
+    Raises:
+        UserError: a trace that cannot be read, or says what the engine cannot run.
+    """
+    if point.arrivals == "trace":
+        return _from_file(point, engine, adapters, mixture)
+    random = np.random.default_rng(point.seed)
+    count = point.requests
+    lengths, tokens = _lengths(point.prompt_tokens, count, random), _lengths(point.tokens, count, random)
+    prompts = _prompts(engine, lengths, point.seed)
+    times = arrival_times(point, random)
+    options = _options(point, count, adapters, mixture)
+    return [Arrival(*each) for each in zip(times, prompts, tokens, options, strict=True)]
+
+
+def arrival_times(point: PointSettings, random: np.random.Generator) -> list[float | None]:
+    """Return seconds after the beginning at which the requests arrive; None for closed arrivals.
+
+    Times between arrivals are exponential with mean 1/rate (Poisson), or gamma with that mean and a coefficient of
+    variation `cv`: shape 1/cv², scale cv²/rate.
+    """
+    if point.arrivals == "closed":
+        return [None] * point.requests
+    cv = point.cv if point.arrivals == "gamma" else 1.0
+    gaps = random.gamma(1 / cv**2, cv**2 / point.rate, point.requests)
+    return np.cumsum(gaps).tolist()
+
+
+def serve(engine: Engine, arrivals: Sequence[Arrival], concurrency: int | None = None) -> list[Served]:
+    """Run requests as they arrive and return them as they ended.
+
+    Args:
+        engine: idle.
+        arrivals: in order.
+        concurrency: how many closed arrivals run at once; None is all.
+    """
+    waiting, open_, served = list(reversed(arrivals)), {}, []
+    started = time.perf_counter()
+    while waiting or open_:
+        now = time.perf_counter() - started
+        while waiting and _is_due(waiting[-1], now, len(open_), concurrency):
+            arrival = waiting.pop()
+            request = engine.enqueue(arrival.prompt, max_tokens=arrival.tokens, ignore_eos=True, seed=0, **arrival.options)
+            open_[request] = 0.0 if arrival.at_s is None else max(0.0, time.perf_counter() - started - arrival.at_s)
+        if not open_:
+            time.sleep(max(_IDLE_S, waiting[-1].at_s - now))
+            continue
+        finished = engine.step()
+        now = time.perf_counter() - started
+        served += [Served(request, open_.pop(request), now) for request in finished if request in open_]
+    return served
+
+
+def _is_due(arrival: Arrival, now_s: float, running: int, concurrency: int | None) -> bool:
+    if arrival.at_s is None:
+        return concurrency is None or running < concurrency
+    return arrival.at_s <= now_s
+
+
+def _options(
+    point: PointSettings, count: int, adapters: Sequence[str], mixture: str | None
+) -> list[dict[str, Any]]:
+    """Return what each request runs on."""
+    if point.mode == "lora":
+        chosen = adapter_of_each(point.popularity, count, len(adapters), point.seed)
+        return [{"adapter": adapters[number]} if number >= 0 else {} for number in chosen]
+    if point.mode == "merged":
+        merged = {"ids": list(adapters), "weights": [1 / len(adapters)] * len(adapters), "merge_strategy": "linear"}
+        return [{"merged_adapters": merged} for _ in range(count)]
+    if point.mode == "xlora":
+        return [{"mixture": mixture, "policy": point.policy} for _ in range(count)]
+    return [{} for _ in range(count)]
+
+
+def _lengths(given: int | tuple[int, int], count: int, random: np.random.Generator) -> list[int]:
+    low, high = given if isinstance(given, tuple) else (given, given)
+    return random.integers(low, high + 1, count).tolist()
+
+
+def _prompts(engine: Engine, lengths: Sequence[int], seed: int) -> list[list[int]]:
+    """Return prompts of these lengths: pieces of the demo's texts, or random ids for a base without a tokenizer."""
+    longest = max(lengths)
+    if engine.tokenizer is None:
+        made = random_prompts(len(lengths), longest, engine.model.vocab_size, seed)
+    else:
+        made = text_prompts(engine.tokenizer(demo_text())["input_ids"], len(lengths), longest, seed)
+    return [prompt[:length] for prompt, length in zip(made, lengths, strict=True)]
+
+
+def _from_file(
+    point: PointSettings, engine: Engine, adapters: Sequence[str], mixture: str | None
+) -> list[Arrival]:
+    """Return the requests of a JSONL file: at_s, prompt_tokens, tokens, and adapter, a number, where there are some."""
+    lines = [line for line in read_lines(Path(point.trace)) if line]
+    if not lines:
+        raise UserError(f"trace {point.trace!r} holds no request")
+    prompts = _prompts(engine, [line["prompt_tokens"] for line in lines], point.seed)
+    fixed = _options(point, len(lines), adapters, mixture) if point.mode != "lora" else [{}] * len(lines)
+    arrivals = []
+    for number, (line, prompt, options) in enumerate(zip(lines, prompts, fixed, strict=True), 1):
+        wanted = line.get("adapter")
+        if wanted is not None:
+            if point.mode != "lora" or not 0 <= wanted < len(adapters):
+                raise UserError(f"trace {point.trace!r}, line {number}: adapter {wanted} of {len(adapters)}, mode "
+                                f"{point.mode!r}; adapters are numbered from 0, for mode 'lora'")
+            options = {"adapter": adapters[wanted]}
+        arrivals.append(Arrival(line["at_s"], prompt, line["tokens"], options))
+    return sorted(arrivals, key=lambda arrival: arrival.at_s)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a trace, checked.
+
+    Raises:
+        UserError: the first line that does not fit, with its number.
+    """
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"trace {str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    found = []
+    for number, text in enumerate(texts, 1):
+        if not text.strip():
+            continue
+        where = f"trace {str(path)!r}, line {number}"
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where} is no JSON: {error}") from None
+        if not isinstance(line, dict):
+            raise UserError(f"{where} is {line!r}, expected an object with {names(_LINE_KEYS)}")
+        for key in line:
+            if key not in _LINE_KEYS:
+                raise UserError(f"{where}: unknown key {key!r}{nearest(key, _LINE_KEYS)}; the keys are {names(_LINE_KEYS)}")
+        _require_line(line, where)
+        found.append(line)
+    return found
+
+
+def _require_line(line: dict[str, Any], where: str) -> None:
+    at_s = line.get("at_s")
+    if isinstance(at_s, bool) or not isinstance(at_s, int | float) or not 0 <= at_s < float("inf"):
+        raise UserError(f"{where}: 'at_s' is {at_s!r}, expected seconds from the beginning")
+    for key, least in (("prompt_tokens", 1), ("tokens", 1), ("adapter", 0)):
+        value = line.get(key)
+        if value is None and key == "adapter":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UserError(f"{where}: {key!r} is {value!r}, expected a whole number of at least {least}")
