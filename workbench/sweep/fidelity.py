@@ -1,7 +1,7 @@
 """What a reuse policy loses against exact scalings, on given texts; and what it saves.
 
-Each passage is scored twice, teacher-forced, by exact scalings and by the policy: the same tokens go in, so what differs
-is the mixture alone. Then both continue its beginning freely.
+Each passage is scored twice, teacher-forced, by exact scalings and by the policy: the same tokens go in, so what
+differs is the mixture alone. Then both continue its beginning freely.
 
     kl            mean over tokens of sum_v p(v) log(p(v) / q(v)), p exact, q the policy, nats per token
     top1          share of tokens at which both have the same likeliest next token
@@ -117,18 +117,22 @@ def rank_correlation(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
     Equal weights share their mean rank. NaN where an adapter is alone, or all weights are equal.
     """
-    from scipy.stats import rankdata
-
     if one.shape[2] < 2:
         return np.full(len(one), np.nan)
-    first, second = (rankdata(values, axis=2) for values in (one, other))
-    first, second = (ranks - ranks.mean(2, keepdims=True) for ranks in (first, second))
+    first, second = (ranks - ranks.mean(2, keepdims=True) for ranks in (_ranks(one), _ranks(other)))
     scale = np.sqrt((first**2).sum(2) * (second**2).sum(2))
     found = np.divide((first * second).sum(2), scale, out=np.full(scale.shape, np.nan), where=scale > 0)
     missing = np.isnan(found)
     count = (~missing).sum(1)
     total = np.where(missing, 0.0, found).sum(1)
     return np.divide(total, count, out=np.full(len(found), np.nan), where=count > 0)
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Return float64 ranks over the last axis, from 0; equal values share their mean rank."""
+    below = (values[..., :, None] > values[..., None, :]).sum(-1)
+    equal = (values[..., :, None] == values[..., None, :]).sum(-1)
+    return below + (equal - 1) / 2
 
 
 def free_running(

@@ -113,7 +113,8 @@ def texts_of(name: str) -> list[Text]:
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"texts {name!r} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from None
+        why = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError(f"texts {name!r} cannot be read: {why}") from None
     if path.suffix != ".jsonl":
         if not content.strip():
             raise UserError(f"texts {name!r} is empty")

@@ -61,8 +61,8 @@ class Store:
             self._require_ours()
         elif self.folder.exists() and any(self.folder.iterdir()):
             inside = sorted(path.name for path in self.folder.iterdir())
-            raise UserError(f"{str(self.folder)!r} holds {names(inside, 3)} and no {_GRID}: it is no results folder; give "
-                            "another with --out")
+            raise UserError(f"{str(self.folder)!r} holds {names(inside, 3)} and no {_GRID}: it is no results folder; "
+                            "give another with --out")
 
     def begin(self) -> None:
         """Make the folder, and clear away what killed processes of this machine left."""

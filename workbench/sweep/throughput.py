@@ -62,7 +62,8 @@ def measure_throughput(point: PointSettings, repeat: int, prepared: Any, folder:
     concurrency = point.concurrency
     if point.id not in _seen.setdefault(engine, set()):
         check(engine, _Sample(point, arrivals))
-        require_right(serve(engine, [_now(each) for each in arrivals[:_CHECKED]], concurrency), arrivals[:_CHECKED], point)
+        first = arrivals[:_CHECKED]
+        require_right(serve(engine, [_now(each) for each in first], concurrency), first, point)
         _seen[engine].add(point.id)
     reset_peak(engine.device)
     before = engine.counters()
@@ -75,7 +76,8 @@ def measure_throughput(point: PointSettings, repeat: int, prepared: Any, folder:
     require_right(served, arrivals, point)
     completions = [completion_of(each.request) for each in served]
     changed = {key: after[key] - before[key] for key in after}
-    with RunWriter(folder / "run", name=point.id, meta={**meta_of(engine), "point": point.settings, "repeat": repeat}) as run:
+    meta = {**meta_of(engine), "point": point.settings, "repeat": repeat}
+    with RunWriter(folder / "run", name=point.id, meta=meta) as run:
         for each, done in zip(served, completions, strict=True):
             run.request(request_row(each, done))
     return {
@@ -94,7 +96,8 @@ def latencies(served: Sequence[Served], completions: Sequence[Completion]) -> di
     usages = [done.usage for done in completions]
     found = {"ttft_ms": _MILLI * (late + [usage.prompt_time_s for usage in usages]),
              "total_ms": _MILLI * (late + [usage.total_time_s for usage in usages])}
-    per_token = [usage.completion_time_s / (usage.completion_tokens - 1) for usage in usages if usage.completion_tokens > 1]
+    several = [usage for usage in usages if usage.completion_tokens > 1]
+    per_token = [usage.completion_time_s / (usage.completion_tokens - 1) for usage in several]
     if per_token:
         found["time_per_token_ms"] = _MILLI * np.array(per_token)
     return {f"{key}_p{percentile}": float(np.percentile(values, percentile))
@@ -121,12 +124,13 @@ def counts(completions: Sequence[Completion], changed: Mapping[str, float], wall
     """Return rates and counts of a timed run."""
     tokens = sum(len(done.token_ids) for done in completions)
     longest = max(len(done.token_ids) for done in completions)
-    summed = {key: sum(getattr(done, key) for done in completions)
-              for key in ("scalings_computed", "scalings_reused", "drafts_accepted", "drafts_rejected", "cached_tokens")}
+    own = ("scalings_computed", "scalings_reused", "drafts_accepted", "drafts_rejected", "cached_tokens")
+    summed = {key: sum(getattr(done, key) for done in completions) for key in own}
     kept = ("forwards", "rows", "scaling_rows", "preemptions", "slot_hits", "slot_loads", "slot_evictions")
     return {
         "wall_s": wall_s, "tok_s": tokens / wall_s, "requests_s": len(completions) / wall_s, "generated_tokens": tokens,
-        "forwards_per_token": changed["forwards"] / longest, "forward_ms": _MILLI * wall_s / max(1, changed["forwards"]),
+        "forwards_per_token": changed["forwards"] / longest,
+        "forward_ms": _MILLI * wall_s / max(1, changed["forwards"]),
         **{key: changed[key] for key in kept}, **summed,
     }  # fmt: skip
 

@@ -109,7 +109,8 @@ def serve(engine: Engine, arrivals: Sequence[Arrival], concurrency: int | None =
         now = time.perf_counter() - started
         while waiting and _is_due(waiting[-1], now, len(open_), concurrency):
             arrival = waiting.pop()
-            request = engine.enqueue(arrival.prompt, max_tokens=arrival.tokens, ignore_eos=True, seed=0, **arrival.options)
+            options = {"max_tokens": arrival.tokens, "ignore_eos": True, "seed": 0, **arrival.options}
+            request = engine.enqueue(arrival.prompt, **options)
             open_[request] = 0.0 if arrival.at_s is None else max(0.0, time.perf_counter() - started - arrival.at_s)
         if not open_:
             time.sleep(max(_IDLE_S, waiting[-1].at_s - now))
@@ -200,7 +201,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             raise UserError(f"{where} is {line!r}, expected an object with {names(_LINE_KEYS)}")
         for key in line:
             if key not in _LINE_KEYS:
-                raise UserError(f"{where}: unknown key {key!r}{nearest(key, _LINE_KEYS)}; the keys are {names(_LINE_KEYS)}")
+                hint = nearest(key, _LINE_KEYS)
+                raise UserError(f"{where}: unknown key {key!r}{hint}; the keys are {names(_LINE_KEYS)}")
         _require_line(line, where)
         found.append(line)
     return found
