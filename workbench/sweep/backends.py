@@ -55,38 +55,42 @@ class Processes:
         from joblib import Parallel, delayed, parallel_config
         from joblib.externals.loky.process_executor import TerminatedWorkerError
 
-        waiting, deaths = list(units), 0
+        waiting, tried, at_once = list(units), Counter(), self.jobs
         while waiting and not stop.is_set():
-            # after a death nobody knows whose it was: one at a time, until it is known
-            jobs = self.jobs if not deaths else 1
             begun: list[Unit] = []
-
-            def tasks(waiting: list[Unit] = list(waiting), begun: list[Unit] = begun) -> Iterator[Any]:  # noqa: B006
-                for unit in waiting:
-                    if stop.is_set():
-                        return
-                    begun.append(unit)
-                    yield delayed(work)(store, unit, self.threads)
-
             try:
                 with parallel_config("loky", inner_max_num_threads=self.threads):
-                    parallel = Parallel(n_jobs=jobs, return_as="generator_unordered", pre_dispatch=jobs, batch_size=1)
-                    for unit, result in parallel(tasks()):
+                    # with one job joblib would run the unit in this process, and die with it
+                    parallel = Parallel(
+                        n_jobs=max(2, self.jobs), return_as="generator_unordered", pre_dispatch=at_once, batch_size=1
+                    )
+                    for unit, result in parallel(self._tasks(delayed, store, waiting, begun, stop)):
                         waiting.remove(unit)
                         yield unit, result
                 return
             except TerminatedWorkerError:
-                deaths += 1
-                if jobs == 1:
-                    culprit = next(unit for unit in begun if unit in waiting)
-                    self._tried[culprit.name] += 1
-                    if self._tried[culprit.name] >= TRIES:
+                ended = [unit for unit in begun if unit in waiting and store.result(unit) is not None]
+                for unit in ended:
+                    waiting.remove(unit)
+                    yield unit, store.result(unit)
+                suspects = [unit for unit in begun if unit in waiting]
+                if at_once == 1 and suspects:
+                    culprit = suspects[0]
+                    tried[culprit.name] += 1
+                    if tried[culprit.name] >= TRIES:
                         waiting.remove(culprit)
                         yield culprit, died(store, culprit)
+                # nobody knows whose worker died: from now on one at a time
+                at_once = 1
 
-    @property
-    def _tried(self) -> Counter[str]:
-        return self.__dict__.setdefault("_tries", Counter())
+    def _tasks(
+        self, delayed: Any, store: Store, waiting: Sequence[Unit], begun: list[Unit], stop: threading.Event
+    ) -> Iterator[Any]:
+        for unit in list(waiting):
+            if stop.is_set():
+                return
+            begun.append(unit)
+            yield delayed(work)(store, unit, self.threads)
 
 
 class RayCluster:

@@ -10,14 +10,16 @@ differs is the mixture alone. Then both continue its beginning freely.
     scalings_rank Spearman's correlation of the adapters' weights, mean over tokens and sites
     same_tokens   generated tokens before the two free texts part
 
-The exact texts are scored together, the policy's one by one: for the policy "exact" this is the null pair, what another
-batch shape alone changes. Intervals are of the mean over passages, by bootstrap.
+Null pair: the exact texts run a few together, the policy's scored one by one and continued all together. So for the
+policy "exact" these are what another batch shape alone changes. Intervals are of the mean over passages, by bootstrap.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +36,26 @@ from workbench.sweep.statistics import estimate
 if TYPE_CHECKING:
     from workbench.engine import Completion, Engine
 
-_TOGETHER = 4  # passages scored at once: each keeps `[token, vocabulary]` log-probabilities
+_TOGETHER = 3  # exact passages that run at once
 COMPARED = ("kl", "top1", "loss", "loss_exact", "scalings_l1", "scalings_rank", "same_tokens")
+Scored = tuple["Completion", Trace]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What exact scalings make of some passages.
+
+    Attributes:
+        scored: of each passage, its scores with all distributions, and its trace.
+        generated: of each passage, the tokens that exact scalings go on with.
+    """
+
+    scored: tuple[Scored, ...]
+    generated: tuple[tuple[int, ...], ...]
+
+
+# the last of each engine: policies of one set of texts follow each other, and distributions are large
+_references: weakref.WeakKeyDictionary[Any, tuple[Any, Reference]] = weakref.WeakKeyDictionary()
 
 
 def measure_fidelity(point: PointSettings, repeat: int, prepared: Any, folder: Path) -> dict[str, Any]:
@@ -51,17 +71,16 @@ def measure_fidelity(point: PointSettings, repeat: int, prepared: Any, folder: P
 
     engine, mixture = prepared.engine, prepared.mixture
     passages = passages_of(point, engine)
+    reference = reference_of(engine, mixture, passages)
+    cost, generated = free_running(engine, mixture, point.policy, passages)
     rows, tokens = [], []
-    for first in range(0, len(passages), _TOGETHER):
-        for passage, one, other in compared(engine, mixture, point.policy, passages[first : first + _TOGETHER]):
-            per_token = differences(one, other)
-            rows.append({"passage": passage.name, "domain": passage.domain, "tokens": len(passage.continuation),
-                         **{key: float(np.nanmean(values)) for key, values in per_token.items()}})
-            tokens.append(pd.DataFrame({"passage": passage.name, "domain": passage.domain,
-                                        "place": np.arange(len(per_token["kl"])), **per_token}))
-    cost, free = free_running(engine, mixture, point.policy, passages)
-    for row, same in zip(rows, free, strict=True):
-        row["same_tokens"] = same
+    for passage, exact, continued, own in zip(passages, reference.scored, reference.generated, generated, strict=True):
+        per_token = differences(exact, scored(engine, mixture, point.policy, [passage])[0])
+        rows.append({"passage": passage.name, "domain": passage.domain, "tokens": len(passage.continuation),
+                     **{key: float(np.nanmean(values)) for key, values in per_token.items()},
+                     "same_tokens": same_tokens(continued, own)})
+        places = np.arange(len(passage.continuation))
+        tokens.append(pd.DataFrame({"passage": passage.name, "domain": passage.domain, "place": places, **per_token}))
     pd.DataFrame(rows).to_parquet(folder / "passages.parquet", index=False)
     pd.concat(tokens).to_parquet(folder / "tokens.parquet", index=False)
     meta = {**meta_of(engine), "point": point.settings, "repeat": repeat}
@@ -78,24 +97,33 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {**found, "perplexity": float(np.exp(found["loss"])), "perplexity_exact": float(np.exp(found["loss_exact"]))}
 
 
-def compared(
-    engine: Engine, mixture: str, policy: str, passages: Sequence[Passage]
-) -> list[tuple[Passage, tuple[Completion, Trace], tuple[Completion, Trace]]]:
-    """Return each passage with what exact scalings and what the policy make of it."""
+def reference_of(engine: Engine, mixture: str, passages: Sequence[Passage]) -> Reference:
+    """Return what exact scalings make of passages; the last answer of each engine is kept."""
+    key = [(each.prompt, each.continuation) for each in passages]
+    if engine in _references and _references[engine][0] == key:
+        return _references[engine][1]
+    found: list[Scored] = []
+    generated: list[tuple[int, ...]] = []
+    for first in range(0, len(passages), _TOGETHER):
+        part = passages[first : first + _TOGETHER]
+        found += scored(engine, mixture, "exact", part)
+        generated += free_running(engine, mixture, "exact", part)[1]
+    _references[engine] = (key, Reference(tuple(found), tuple(generated)))
+    return _references[engine][1]
+
+
+def scored(engine: Engine, mixture: str, policy: str, passages: Sequence[Passage]) -> list[Scored]:
+    """Score passages together; return each one's scores with all distributions, and its trace."""
     with engine.record("scalings") as recorder:
-        exact = engine.score([each.prompt for each in passages], [each.continuation for each in passages],
-                             mixture=mixture, distributions=True)
-        # one by one: another batch shape
-        others = [engine.score(each.prompt, each.continuation, mixture=mixture, policy=policy, distributions=True)
-                  for each in passages]
-    for done in (*exact, *others):
-        if done.error:
-            raise CheckFailed(f"a passage was not scored: {done.error}")
-    return [(passage, (one, recorder.trace(one.request_id)), (other, recorder.trace(other.request_id)))
-            for passage, one, other in zip(passages, exact, others, strict=True)]
+        done = engine.score([each.prompt for each in passages], [each.continuation for each in passages],
+                            mixture=mixture, policy=policy, distributions=True)
+    for each in done:
+        if each.error:
+            raise CheckFailed(f"a passage was not scored: {each.error}")
+    return [(each, recorder.trace(each.request_id)) for each in done]
 
 
-def differences(one: tuple[Completion, Trace], other: tuple[Completion, Trace]) -> dict[str, np.ndarray]:
+def differences(one: Scored, other: Scored) -> dict[str, np.ndarray]:
     """Return float64 `[token]` of the continuation: how `other` differs from `one`, which is exact."""
     (exact, exact_trace), (policy, policy_trace) = one, other
     p, q = exact.distributions.astype(np.float64), policy.distributions.astype(np.float64)
@@ -137,52 +165,31 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 def free_running(
     engine: Engine, mixture: str, policy: str, passages: Sequence[Passage]
-) -> tuple[dict[str, float], list[int]]:
-    """Continue every passage's beginning greedily, one by one as a reader would wait for it, exactly and by the policy.
+) -> tuple[dict[str, float], list[tuple[int, ...]]]:
+    """Continue the passages' beginnings greedily, all together; return what it took, and the tokens of each.
 
-    Returns:
-        The policy's cost: tok_s, forwards_per_token, scaling rows, computed and reused scalings; `tok_s_exact` and
-        `forwards_per_token_exact` beside it. And for each passage how many tokens are the same.
+    Of the figures, `tok_s` is of all of them together, prompts included; `forwards_per_token` counts forwards over the
+    tokens of one; the others are summed.
     """
-    costs = {"": _Cost(), "_exact": _Cost()}
-    same = []
-    for number, passage in enumerate(passages):
-        texts = {}
-        # by turns, so that what slows the machine down meets both
-        for suffix in ("", "_exact") if number % 2 else ("_exact", ""):
-            chosen = policy if not suffix else "exact"
-            texts[suffix] = costs[suffix].generate(engine, passage, mixture, chosen)
-        pairs = list(zip(texts[""], texts["_exact"], strict=True))
-        same.append(next((place for place, (a, b) in enumerate(pairs) if a != b), len(pairs)))
-    return {f"{key}{suffix}": value for suffix, cost in costs.items() for key, value in cost.figures().items()}, same
+    before, started = engine.counters(), time.perf_counter()
+    length = max(len(each.continuation) for each in passages)
+    done = engine.generate([each.prompt for each in passages], mixture=mixture, policy=policy, max_tokens=length,
+                           ignore_eos=True)
+    seconds = time.perf_counter() - started
+    for each in done:
+        if each.error:
+            raise CheckFailed(f"a passage was not continued: {each.error}")
+    changed = {key: value - before[key] for key, value in engine.counters().items() if key in before}
+    figures = {
+        "tok_s": sum(len(each.token_ids) for each in done) / seconds,
+        "forwards_per_token": changed["forwards"] / length,
+        "scaling_rows": changed["scaling_rows"],
+        **{key: sum(getattr(each, key) for each in done) for key in ("scalings_computed", "scalings_reused")},
+    }  # fmt: skip
+    return figures, [each.token_ids for each in done]
 
 
-class _Cost:
-    """What generating took, summed over passages."""
-
-    def __init__(self) -> None:
-        self.seconds, self.tokens = 0.0, 0
-        self.counts = dict.fromkeys(("forwards", "scaling_rows"), 0)
-        self.computed = self.reused = 0
-
-    def generate(self, engine: Engine, passage: Passage, mixture: str, policy: str) -> tuple[int, ...]:
-        before, started = engine.counters(), time.perf_counter()
-        done = engine.generate(passage.prompt, mixture=mixture, policy=policy, max_tokens=len(passage.continuation),
-                               ignore_eos=True)
-        if done.error:
-            raise CheckFailed(f"a passage was not continued: {done.error}")
-        self.seconds += time.perf_counter() - started
-        after = engine.counters()
-        for key in self.counts:
-            self.counts[key] += after[key] - before[key]
-        self.tokens += len(done.token_ids)
-        self.computed += done.scalings_computed
-        self.reused += done.scalings_reused
-        return done.token_ids
-
-    def figures(self) -> dict[str, float]:
-        return {
-            "tok_s": self.tokens / self.seconds, "forwards_per_token": self.counts["forwards"] / self.tokens,
-            "scaling_rows_per_token": self.counts["scaling_rows"] / self.tokens,
-            "scalings_computed": self.computed, "scalings_reused": self.reused,
-        }  # fmt: skip
+def same_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two texts have in common before they part."""
+    pairs = list(zip(one, other, strict=False))
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), len(pairs))

@@ -151,9 +151,8 @@ def _blocks(data: Mapping[str, Any], where: str) -> list[tuple[dict[str, Any], d
     blocks = data.get("block", [])
     if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
         raise UserError(f"{where}: blocks are written [[block]]")
-    found = [(fixed, _axes(data["axes"], f"{where}: [axes]"))] if "axes" in data or not blocks else []
-    if not blocks and "axes" not in data:
-        found = [(fixed, {})]
+    is_own = "axes" in data or not blocks
+    found = [(fixed, _axes(data.get("axes", {}), f"{where}: [axes]"))] if is_own else []
     for number, block in enumerate(blocks, 1):
         place = f"{where}: block {number}"
         _require_keys(block, _BLOCK_KEYS, place)

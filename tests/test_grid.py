@@ -1,0 +1,171 @@
+"""Grids and points: what a file says, ids that are content, and every mistake by name.
+
+Run: pytest tests/test_grid.py
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench import UserError
+from workbench.sweep.grid import Grid
+from workbench.sweep.point import PointSettings
+from workbench.sweep.runner import wanted_units
+from workbench.sweep.store import units_of
+
+TOML = """
+question = "Which?"
+repeats = 2
+baseline = { mode = "base" }
+
+[fixed]
+tokens = 8
+
+[[block]]
+fixed = { mode = "base" }
+
+[[block]]
+fixed = { mode = "xlora" }
+axes = { tgt_non_granular_index = ["none", 0, 4], prompt_tokens = [8, [8, 64]] }
+"""
+
+
+def of(**given) -> PointSettings:
+    return PointSettings.of(given, "grid 'g'")
+
+
+@pytest.fixture
+def grid(tmp_path) -> Grid:
+    path = tmp_path / "which.toml"
+    path.write_text(TOML)
+    return Grid.load(path)
+
+
+def test_a_file_says_its_points(grid):
+    assert grid.name == "which" and grid.repeats == 2 and len(grid.points) == 1 + 3 * 2
+    assert [point.policy for point in grid.points] == [None] + ["exact"] * 2 + ["non_granular(0)"] * 2 + [
+        "non_granular(4)"
+    ] * 2
+    assert grid.points[2].prompt_tokens == (8, 64) and grid.points[1].tokens == 8
+    assert grid.varied == ("mode", "mixture", "policy", "prompt_tokens")
+    assert grid.baseline_points() == grid.points[:1]
+    assert grid.label(grid.points[2]) == "mode=xlora mixture=demo policy=exact prompt_tokens=[8, 64]"
+
+
+def test_axes_alone_and_nothing_at_all():
+    assert len(Grid.of({"axes": {"mode": ["base"], "seed": [0, 1]}}).points) == 2
+    assert Grid.of({}).points == (PointSettings.of({}, ""),)
+
+
+def test_an_id_is_the_content_however_it_was_written():
+    one = of(mode="xlora", tgt_non_granular_index=4)
+    assert one.id == of(policy="non_granular(4)", mode="xlora", mixture="demo", concurrency=8, requests=8).id
+    assert of(mode="xlora", tgt_non_granular_index="none").id == of(mode="xlora").id
+    assert json.loads(json.dumps(one.settings)) == one.settings
+    assert PointSettings.of(one.settings, "again") == one
+    # results of other machines and days are found by it: it must not change
+    assert of().id == "377f2f05aa56"
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=2, max_size=8, unique=True))
+def test_different_settings_have_different_ids(values):
+    assert len({of(tokens=value + 1).id for value in values}) == len(values)
+
+
+@given(st.integers(1, 7), st.integers(1, 20), st.integers(1, 4))
+def test_shards_are_disjoint_and_together_everything(count, num_points, repeats):
+    grid = Grid.of({"repeats": repeats, "axes": {"seed": list(range(num_points))}})
+    parts = [wanted_units(grid, shard=(index + 1, count)) for index in range(count)]
+    names = [unit.name for part in parts for unit in part]
+    assert sorted(names) == sorted(unit.name for unit in units_of(grid)) and len(set(names)) == len(names)
+
+
+def test_every_other_round_runs_backwards():
+    grid = Grid.of({"repeats": 3, "axes": {"seed": [0, 1, 2]}})
+    assert [(unit.point.seed, unit.repeat) for unit in units_of(grid)] == [
+        (0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1), (0, 2), (1, 2), (2, 2),
+    ]  # fmt: skip
+
+
+def test_only_and_limit_choose_points(grid):
+    assert [point.policy for point in grid.only("policy=exact,prompt_tokens=8")] == ["exact"]
+    assert grid.only(grid.points[3].id[:8]) == (grid.points[3],)
+    units = wanted_units(grid, only=["mode=base", "policy=exact"], limit=2)
+    assert {unit.point for unit in units} == set(grid.points[:2]) and len(units) == 2 * grid.repeats
+    with pytest.raises(UserError, match="did you mean 'policy'"):
+        grid.only("polcy=exact")
+    with pytest.raises(UserError, match="fits none of the 7 points"):
+        grid.only("policy=periodic(3)")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"repeat": 3}, "did you mean 'repeats'"),
+        ({"mode": "base"}, "belong to \\[fixed\\]"),
+        ({"fixed": {"populartiy": "uniform"}}, "did you mean 'popularity'"),
+        ({"fixed": {"mode": "xlra"}}, "did you mean 'xlora'"),
+        ({"axes": {"mode": "base"}}, "expected a list"),
+        ({"axes": {"mode": []}}, "expected a list"),
+        ({"axes": {"seed": [0, 0]}}, "names a value twice"),
+        ({"fixed": {"seed": 0}, "axes": {"seed": [0, 1]}}, "give each once"),
+        ({"axes": {"seed": list(range(200)), "tokens": list(range(2, 102))}}, "20000 points"),
+        ({"block": {"fixed": {}}}, r"\[\[block\]\]"),
+        ({"block": [{"fixd": {}}]}, "did you mean 'fixed'"),
+        ({"repeats": 0}, "at least 1"),
+        ({"name": "../x"}, "names a folder"),
+        ({"baseline": {"mode": "lora"}}, "no point fits the baseline"),
+        ({"question": 3}, "expected a sentence"),
+    ],
+)
+def test_a_mistake_in_a_grid_is_named(data, said):
+    with pytest.raises(UserError, match=said):
+        Grid.of(data)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mode": "base", "policy": "exact"}, "'policy' would be ignored"),
+        ({"mode": "base", "tgt_non_granular_index": 4}, "would be ignored: mode 'base' has no mixture"),
+        ({"mode": "lora", "mixture": "demo"}, "'mixture' would be ignored"),
+        ({"mode": "xlora", "adapters": 4}, "'adapters' would be ignored"),
+        ({"mode": "xlora", "popularity": "skewed"}, "'popularity' would be ignored"),
+        ({"mode": "merged", "popularity": "skewed"}, "'popularity' would be ignored"),
+        ({"mode": "xlora", "policy": "exact", "tgt_non_granular_index": 1}, "not both"),
+        ({"mode": "xlora", "policy": "exat"}, "did you mean 'exact'"),
+        ({"mode": "xlora", "tgt_non_granular_index": -1}, "at least 0"),
+        ({"arrivals": "poisson"}, "need 'rate'"),
+        ({"arrivals": "gamma", "rate": 1.0}, "need 'cv'"),
+        ({"arrivals": "closed", "rate": 1.0}, "'rate' would be ignored"),
+        ({"arrivals": "poisson", "rate": 2, "concurrency": 4}, "'concurrency' would be ignored"),
+        ({"arrivals": "trace"}, "need 'trace'"),
+        ({"arrivals": "trace", "trace": "x", "tokens": 4}, "'tokens' would be ignored"),
+        ({"texts": "single"}, "'texts' would be ignored"),
+        ({"task": "fidelity"}, "mode must be 'xlora'"),
+        ({"task": "fidelity", "mode": "xlora", "concurrency": 4}, "'concurrency' would be ignored"),
+        ({"task": "fidelity", "mode": "xlora", "prefix_tokens": 128}, "a passage has 128"),
+        ({"tokens": 1}, "at least 2"), ({"tokens": [9, 3]}, "or \\[low, high\\]"), ({"rank": []}, "a list of them"),
+        ({"mode": "lora", "adapters": 2, "slots": 4}, "slots beyond them stay empty"),
+        ({"dtype": "fp32"}, "dtype"), ({"drafting": 1}, "true or false"), ({"seed": True}, "whole number"),
+        ({"rate": float("nan"), "arrivals": "poisson"}, "above 0"), ({"base": " "}, "expected a text"),
+    ],
+)  # fmt: skip
+def test_a_point_that_contradicts_itself_is_named(settings, said):
+    with pytest.raises(UserError, match=said) as caught:
+        of(**settings)
+    assert str(caught.value).startswith("grid 'g'")
+
+
+def test_files_that_are_no_grids(tmp_path):
+    (tmp_path / "smoke.toml").write_text("")
+    (tmp_path / "bad.toml").write_text("a = [")
+    (tmp_path / "latin.toml").write_bytes(b"question = '\xe9'")
+    mistakes = {"smok.toml": "did you mean 'smoke.toml'", "bad.toml": "not valid TOML", "latin.toml": "UTF-8"}
+    for name, said in mistakes.items():
+        with pytest.raises(UserError, match=said):
+            Grid.load(tmp_path / name)
