@@ -23,7 +23,9 @@ _HOME = {
     "AdapterConfig": "workbench.adapters",
     "Chat": "workbench.engine",
     "Comparison": "workbench.instrument.comparison",
+    "compare_live": "workbench.live.compare_live",
     "Completion": "workbench.engine",
+    "console": "workbench.live.console",
     "Engine": "workbench.engine",
     "EngineConfig": "workbench.config",
     "exact": "workbench.xlora",
@@ -57,7 +59,9 @@ __all__ = [
     "AdapterConfig",
     "Chat",
     "Comparison",
+    "compare_live",
     "Completion",
+    "console",
     "Engine",
     "EngineConfig",
     "exact",
@@ -110,6 +114,8 @@ if TYPE_CHECKING:
     from workbench.instrument.run_list import list_runs, open_runs
     from workbench.instrument.run_writer import RunWriter
     from workbench.instrument.trace import Trace
+    from workbench.live.compare_live import compare_live
+    from workbench.live.console import console
     from workbench.ordering import Ordering
     from workbench.xlora import Mixture, exact, lagged, non_granular, periodic
 
