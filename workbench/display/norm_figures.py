@@ -36,7 +36,7 @@ from workbench.errors import UserError, names
 from workbench.instrument.recorded import Recorded
 from workbench.instrument.trace import Trace, nan_mean
 
-DELTA_DECADES = (-3, 1)
+DELTA_DECADES = (-4, 0)
 MAP_IN, PROFILE_IN = 3.0, 1.9
 PERCENTILES = (10, 90)
 
@@ -94,7 +94,7 @@ def _delta_note(values: np.ndarray, scale: Scale, num_sites: int) -> str:
     held = values[np.isfinite(values)]
     note = (
         f"Mean over {num_sites} sites. 1 = the delta is as large as the base's own output. The scale is logarithmic, "
-        f"from {scale.tick_text(scale.low)} to {scale.tick_text(scale.high)} in every figure; white: below it."
+        f"from {scale.tick_text(scale.low)} to {scale.tick_text(scale.high)}; white: below it."
     )
     above, below = int((held > scale.high).sum()), int(((held < scale.low) & (held > 0)).sum())
     zero = int((held == 0).sum())
@@ -128,7 +128,7 @@ def hidden_norms(trace: Trace, decades: Sequence[int] | None = None, title: str 
     recorded = _extra(trace, "hidden_norm", ("token", "layer"))
     values = np.asarray(recorded.values, np.float64)
     scale = decade_scale("L2 norm of the hidden state", decades_of(values) if decades is None else decades)
-    layers = recorded.labels["layer"]
+    layers = tuple(name.removeprefix("layer ") for name in recorded.labels["layer"])
     title = title or "How large the hidden state is after each layer"
     low, high = (scale.tick_text(end) for end in (scale.low, scale.high))
     note = f"L2 norm, on a logarithmic scale from {low} to {high}. Right: median and 10th to 90th percentile."
@@ -188,7 +188,11 @@ def _hidden_words(title: str, values: np.ndarray, layers: tuple[str, ...]) -> st
         return f"{title}. No values."
     most = int(np.nanargmax(means))
     token = int(np.nanargmax(values[:, most]))
-    ends = f"{layers[0]}: mean {means[0]:.3g}, {layers[-1]}: mean {means[-1]:.3g}"
-    where = f"after layer {layers[most]} ({means[most]:.3g}), there most at token {token} ({values[token, most]:.3g})"
+    ends = f"After {_layer(layers[0])}: mean {means[0]:.3g}, after {_layer(layers[-1])}: {means[-1]:.3g}"
+    where = f"after {_layer(layers[most])} ({means[most]:.3g}), there most at token {token} ({values[token, most]:.3g})"
     size = f"{len(values)} tokens after {len(layers)} layers"
     return f"{title}. Heatmap of L2 norms of {size}. {ends}. Largest mean {where}."
+
+
+def _layer(name: str) -> str:
+    return f"layer {name}" if name.isdigit() else name
