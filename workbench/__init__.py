@@ -23,6 +23,7 @@ _HOME = {
     "AdapterConfig": "workbench.adapters",
     "Chat": "workbench.engine",
     "Comparison": "workbench.instrument.comparison",
+    "compare": "workbench.live.compare",
     "compare_live": "workbench.live.compare_live",
     "Completion": "workbench.engine",
     "console": "workbench.live.console",
@@ -59,6 +60,7 @@ __all__ = [
     "AdapterConfig",
     "Chat",
     "Comparison",
+    "compare",
     "compare_live",
     "Completion",
     "console",
@@ -114,6 +116,7 @@ if TYPE_CHECKING:
     from workbench.instrument.run_list import list_runs, open_runs
     from workbench.instrument.run_writer import RunWriter
     from workbench.instrument.trace import Trace
+    from workbench.live.compare import compare
     from workbench.live.compare_live import compare_live
     from workbench.live.console import console
     from workbench.ordering import Ordering
