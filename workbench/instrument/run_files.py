@@ -212,7 +212,7 @@ def read_index(folder: Path) -> dict[str, str]:
 
 def unused(name: str, taken: Container[str]) -> str:
     """Return a name that is not taken: itself, or with a number behind it."""
-    numbered = (f"{name} ({number})" for number in itertools.count(2))
+    numbered = (f"{name}#{number}" for number in itertools.count(2))
     return next(each for each in itertools.chain([name], numbered) if each not in taken)
 
 

@@ -97,7 +97,7 @@ class RunWriter:
     def trace(self, trace: Trace) -> Path:
         """Write a finished request's trace, named by `metadata["request_id"]`, and return its file.
 
-        A second one of the same id is kept as "ID (2)".
+        A second one of the same id is kept as "ID#2".
 
         Raises:
             UserError: the disk is full or failed, or the run is closed.
