@@ -27,6 +27,8 @@ from workbench.instrument.recorder import Recorder
 from workbench.instrument.wanted import Wanted
 
 if TYPE_CHECKING:
+    from workbench.adapters.entry import Entry
+    from workbench.adapters.model import LoRAModel
     from workbench.engine.engine import Engine
 
 
@@ -158,8 +160,8 @@ class Observing:
         if isinstance(memory_bytes, bool) or not isinstance(memory_bytes, int) or memory_bytes < 0:
             raise UserError(f"record: 'memory_bytes' must be a whole number of at least 0, not {memory_bytes!r}")
         wanted.require_sites(self.model.targets, f"base {self.base_id!r}")
-        if self.slots.sites:
-            wanted.require_sites(self.slots.sites, "the loaded adapters")
+        if (touched := _touched(self)) is not None:
+            wanted.require_sites(touched, "the loaded adapters")
         return self.recording.open(wanted, memory_bytes, run)
 
 
@@ -169,6 +171,22 @@ def _stopping(watcher: Watcher, what: str) -> Iterator[None]:
         yield
     except Exception as error:  # whatever is wrong with a recording, the step goes on
         watcher.recorder.stop(what, error)
+
+
+def _touched(engine: Engine) -> list[str] | None:
+    """Return the sites of everything loaded; None when nothing is, or an adapter's are not known without its file."""
+    found = [mixture.sites for mixture in engine.mixtures.values()]
+    for entry in engine.adapters.entries():
+        model = _model_of(engine, entry)
+        if model is None:
+            return None
+        found.append(model.sites)
+    touched = {site for sites in found for site in sites}
+    return [site for site in engine.model.targets if site in touched] or None
+
+
+def _model_of(engine: Engine, entry: Entry) -> LoRAModel | None:
+    return entry.model if entry.slot is None else engine.slots.adapters.get(entry.slot, entry.model)
 
 
 def _size_of(
@@ -186,7 +204,7 @@ def _size_of(
         sites, count = engine.mixtures[mixture].sites, len(engine.mixtures[mixture].adapters)
     elif adapter is not None:
         entry = next(each for each in engine.adapters.entries() if each.name == adapter)
-        model = entry.model or (engine.slots.adapters[entry.slot] if entry.slot is not None else None)
+        model = _model_of(engine, entry)
         sites, count = engine.model.targets if model is None else model.sites, 1
     return sum(map(wanted.matches, sites)), count, layers
 
