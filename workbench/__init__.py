@@ -30,6 +30,8 @@ _HOME = {
     "Engine": "workbench.engine",
     "EngineConfig": "workbench.config",
     "exact": "workbench.xlora",
+    "Explore": "workbench.display",
+    "explore": "workbench.display",
     "figures": "workbench.display",
     "Handle": "workbench.engine",
     "list_runs": "workbench.instrument.run_list",
@@ -67,6 +69,8 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "exact",
+    "Explore",
+    "explore",
     "figures",
     "Handle",
     "list_runs",
@@ -108,7 +112,7 @@ if TYPE_CHECKING:
         LoRAType,
     )
     from workbench.config import EngineConfig
-    from workbench.display import figures, show
+    from workbench.display import Explore, explore, figures, show
     from workbench.engine import Chat, Completion, Engine, Handle, Sampling
     from workbench.errors import UserError
     from workbench.instrument.comparison import Comparison

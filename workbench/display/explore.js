@@ -13,16 +13,22 @@ function exploreView(model, data, guard) {
   view.selection = [...model.get("selection") ?? []];
   view.mode = model.get("mode") || WHO_LEADS;
   view.projection = model.get("projection") ?? "";
+  view.layers = (model.get("layers") ?? []).join();
   view.scratch = make("canvas", { width: 1, height: 1 });
   let frame = 0, later = 0;
-  view.drawNow = () => guard(() => { drawExplore(view); settleLater(); });
+  view.drawNow = () => guard(() => {
+    drawExplore(view);
+    // what is under a resting pointer has changed
+    if (view.pointer && view.geometry) hoverExplore(view, placeOf(view, view.pointer));
+    settleLater();
+  });
   view.draw = () => { frame ||= requestAnimationFrame(() => { frame = 0; view.drawNow(); }); };
   const settleLater = () => { clearTimeout(later); later = setTimeout(() => guard(() => { wantWindow(view); view.writeText(); tellVisible(view); }), 120); };
   view.setting = (name, value) => { model.set(name, value); model.save_changes(); };
   view.heading = () => {
-    const index = data.names.indexOf(view.mode), panels = view.geometry?.panels?.length ?? 0;
-    if (view.mode === EVERY) return `Every adapter, means ${view.filter.where === "at every site" ? "of each layer" : `of each layer, ${view.filter.where}`}${panels && panels < view.filter.adapters.length ? ` (the ${panels} largest)` : ""}`;
-    return index < 0 ? `Who leads, ${view.filter.where} (stronger = larger value)` : `${data.adapters[index]}, ${view.filter.where}`;
+    const index = data.names.indexOf(view.mode), what = data.quantity === "scalings" ? "" : "Output moved: ", panels = view.geometry?.panels?.length ?? 0;
+    if (view.mode === EVERY) return `${what}Every adapter, means ${view.filter.where === "at every site" ? "of each layer, the first on top" : `of each layer, ${view.filter.where}`}${panels && panels < view.filter.adapters.length ? ` (the ${panels} largest)` : ""}`;
+    return index < 0 ? `${what}Who leads, ${view.filter.where} (stronger = larger value)` : `${what}${data.adapters[index]}, ${view.filter.where}`;
   };
   view.leave = () => { cancelAnimationFrame(frame); clearTimeout(later); view.leaveReadout(); view.leaveSelection(); view.questions?.end(); view.stopTheme(); };
   return Object.assign(view, moves(view));
@@ -176,6 +182,7 @@ function pointing(view) {
   const on = (node, name, call, options) => node.addEventListener(name, (event) => view.guard(() => view.geometry && call(event)), options);
   on(view.over, "pointerdown", (event) => {
     if (event.button) return;
+    view.pointer = null;
     const place = placeOf(view, event);
     down.set(event.pointerId, event.clientX);
     view.over.setPointerCapture?.(event.pointerId);
@@ -184,7 +191,10 @@ function pointing(view) {
   });
   on(view.over, "pointermove", (event) => {
     const place = placeOf(view, event);
-    if (!down.has(event.pointerId) || !drag) return hoverExplore(view, place);
+    if (!down.has(event.pointerId) || !drag) {
+      view.pointer = { clientX: event.clientX, clientY: event.clientY };
+      return hoverExplore(view, place);
+    }
     down.set(event.pointerId, event.clientX);
     if (Math.abs(place.x - drag.from.x) + Math.abs(place.y - drag.from.y) >= 4) drag.moved = true;
     if (!drag.moved) return;
@@ -207,7 +217,7 @@ function pointing(view) {
     if (!down.size) drag = null;
   };
   for (const name of ["pointerup", "pointercancel"]) on(view.over, name, up);
-  on(view.over, "pointerleave", () => view.point(null));
+  on(view.over, "pointerleave", () => { view.pointer = null; view.point(null); });
   on(box, "wheel", (event) => {
     const isPinch = event.ctrlKey || event.metaKey, across = Math.abs(event.deltaX) > Math.abs(event.deltaY), unit = event.deltaMode === 1 ? 16 : 1;
     if (!isPinch && !across && !box.matches(":focus")) return;
@@ -233,10 +243,12 @@ function buildExplore(model, el, guard) {
   if (data.live) view.questions = questions(model, () => model.get("labels").serial, (isSilent) => { silent.textContent = isSilent ? SILENT : model.get("problem"); });
   silent.textContent = model.get("problem") ?? "";
   view.ask = view.questions?.ask;
-  const box = exploreBox(view), scale = exploreScale(view);
+  const box = exploreBox(view), scale = exploreScale(view), controls = make("div", { class: "lw-controls" });
+  view.renewControls = () => controls.replaceChildren(...exploreControls(view));
+  view.renewControls();
   scale.querySelector(".lw-help p").id = view.help;
   const side = make("div", { class: "lw-side" }, exploreReadout(view), selectionPanel(view), adapterPanel(view));
-  const root = make("div", { class: "lw lw-explore" }, header(data), make("div", { class: "lw-maps" }, exploreControls(view), silent, box, scale), side, exploreText(view), live);
+  const root = make("div", { class: "lw lw-explore" }, header(data), make("div", { class: "lw-maps" }, controls, silent, box, scale), side, exploreText(view), live);
   root.lwView = view;
   el.replaceChildren(root);
   view.stopTheme = followTheme(model, root, (theme) => guard(() => {
@@ -268,8 +280,11 @@ function followSetting(view, name) {
     if (Math.abs(first - from) > 0.02 || Math.abs(last - to) > 0.02) { showVisible(view); view.draw(); }
     return;
   }
-  view.mode = model.get("mode") || WHO_LEADS;
-  view.projection = model.get("projection") ?? "";
+  const [mode, projection, layers] = [model.get("mode") || WHO_LEADS, model.get("projection") ?? "", (model.get("layers") ?? []).join()];
+  // what was not set here must show on the controls; what was has the focus there
+  const isNews = mode !== view.mode || projection !== view.projection || layers !== view.layers;
+  Object.assign(view, { mode, projection, layers });
+  if (isNews) view.renewControls();
   view.filter = filterOf(model, view.data);
   view.turn += 1;
   view.tick();

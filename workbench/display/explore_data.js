@@ -53,6 +53,12 @@ function valueOfCode(data, code) {
   return scale.log ? scale.low * (scale.high / scale.low) ** part : scale.low + part * (scale.high - scale.low);
 }
 
+// from 0 at the lower end of the scale to 1 at the upper; further where the value is
+function partOfScale({ scale }, value) {
+  if (value == null) return 0;
+  return scale.log ? Math.log(Math.max(value, scale.low) / scale.low) / Math.log(scale.high / scale.low) : (value - scale.low) / (scale.high - scale.low);
+}
+
 function textOfCode(data, code) {
   const { codes, scale } = data;
   if (code === codes.missing) return "–";
@@ -143,7 +149,7 @@ function leadsOf(data, slab, filter) {
         if (mean > first) [second, first, leaders[c]] = [Math.max(first, 0), mean, adapter];
         else if (mean > second) second = mean;
       });
-      lead[c] = leaders[c] < 0 ? 0 : clamp((first - second) / data.scale.high, 0, 1);
+      lead[c] = leaders[c] < 0 ? 0 : clamp((first - second) / (data.scale.log ? first : data.scale.high), 0, 1);
     }
     return { leaders, lead };
   });

@@ -93,7 +93,7 @@ function drawMeans(view, g, slab, range) {
 
 function codeOfValue({ scale }, value, steps, missing, above) {
   if (value !== value) return missing;
-  const part = scale.log ? Math.log(Math.max(value, scale.low) / scale.low) / Math.log(scale.high / scale.low) : (value - scale.low) / (scale.high - scale.low);
+  const part = partOfScale({ scale }, value);
   return part > 1.0001 ? above : Math.round(clamp(part, 0, 1) * steps);
 }
 
@@ -119,13 +119,29 @@ function drawCells(view, g, slab, range) {
 
 // every adapter: a panel each, its rows the means over the shown sites of a layer
 function drawPanelCells(view, g, slab, range) {
-  const { data, filter, tables } = view, { steps, missing, above } = data.codes;
+  const { data, filter, tables } = view;
   g.panels.forEach((k, panel) => {
-    const lines = kept(slab, `layers ${filter.key} ${filter.adapters[k]}`, () => filter.layers.map((layer) => Uint8Array.from(
-      meansOf(data, slab, layerFilter(layer, filter.adapters[k])), (value) => codeOfValue(data, value, steps, missing, above))));
+    const lines = kept(slab, `layers ${filter.key} ${filter.adapters[k]}`, () => layerCodes(data, slab, filter.layers, filter.adapters[k]));
     stamp(view, g, slab, range, lines.length, g.map + panel * g.panel, g.rowB * lines.length, (out, line, from, to) => {
       for (let c = from; c < to; c++) out[c - from] = tables.scale[lines[line][c]];
     });
+  });
+}
+
+// codes of the means over the shown sites of each layer, [layer][column]
+function layerCodes(data, slab, layers, adapter) {
+  const { steps, missing, above } = data.codes, { columns, rows, codes, rowOf } = slab, sums = new Float32Array(columns), counts = new Uint16Array(columns);
+  return layers.map(({ sites }) => {
+    sums.fill(0);
+    counts.fill(0);
+    for (const site of sites) {
+      const at = (adapter * rows + rowOf[site]) * columns;
+      for (let c = 0; c < columns; c++) {
+        const value = data.values[codes[at + c]];
+        if (value === value) { sums[c] += value; counts[c] += 1; }
+      }
+    }
+    return Uint8Array.from(sums, (sum, c) => codeOfValue(data, sum / counts[c], steps, missing, above));
   });
 }
 
@@ -181,7 +197,7 @@ function drawExploreGutter(view, g, context) {
   write(context, "source", right, g.lead + 19, muted);
   if (g.rowA >= 10) filter.adapters.forEach((adapter, k) => name(adapter, g.means + (k + 0.5) * g.rowA));
   else write(context, `${filter.adapters.length} adapters`, right, g.means + 8, muted);
-  write(context, fitted(context, view.heading(), g.width - 20), 4, g.map - 14, { fillStyle: theme.ink, font: "bold 12px system-ui, sans-serif" });
+  write(context, fitted(context, view.heading(), 0.86 * (g.width - 20)), 4, g.map - 14, { fillStyle: theme.ink, font: "bold 12px system-ui, sans-serif" });
   if (mode === EVERY) return g.panels.forEach((k, panel) => name(filter.adapters[k], g.map + panel * g.panel + Math.max(7, g.panel / 2 - 3)));
   write(context, "layer", 2, g.map + 6, { fillStyle: theme.muted });
   let free = -Infinity;

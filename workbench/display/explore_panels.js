@@ -33,24 +33,24 @@ function filterOf(model, data) {
 }
 
 function exploreControls(view) {
-  const { data, model } = view, bar = make("div", { class: "lw-controls" });
+  const { data, model } = view, bar = [];
   const pick = (label, name, options) => {
     const list = make("select", { onchange: (event) => { model.set(name, options[event.target.selectedIndex].value); model.save_changes(); } },
       ...options.map(({ value, text }) => make("option", { selected: value === model.get(name) }, text)));
     return make("label", { class: "lw-choice" }, `${label} `, list);
   };
   const requests = data.requests ?? [];
-  if (requests.length > 1) bar.append(pick("Request", "request", requests));
-  if (data.quantities.length > 1) bar.append(pick("Value", "quantity", data.quantities));
+  if (requests.length > 1) bar.push(pick("Request", "request", requests));
+  if (data.quantities.length > 1) bar.push(pick("Value", "quantity", data.quantities));
   const adapters = data.names.map((name, i) => ({ value: name, text: `${data.keys[i]} ${data.adapters[i]}`, colour: data.colours[i] }));
   const modes = data.numAdapters > 1 ? [{ value: WHO_LEADS, text: WHO_LEADS }, { value: EVERY, text: EVERY }] : [];
-  bar.append(choice(view, "Map", "mode", [...modes, ...adapters]));
+  bar.push(choice(view, "Map", "mode", [...modes, ...adapters]));
   const kinds = [...new Set(data.rows.kinds)];
-  if (kinds.length > 1) bar.append(choice(view, "Sites", "projection", [{ value: "", text: "all" }, ...kinds.map((kind) => ({ value: kind, text: kind }))]));
+  if (kinds.length > 1) bar.push(choice(view, "Sites", "projection", [{ value: "", text: "all" }, ...kinds.map((kind) => ({ value: kind, text: kind }))]));
   const layers = [...new Set(data.rows.layers)].filter((layer) => layer !== null).sort((a, b) => a - b);
-  if (layers.length > 1) bar.append(layerChoice(view, layers));
+  if (layers.length > 1) bar.push(layerChoice(view, layers));
   const button = (text, label, call) => make("button", { class: "lw-button", type: "button", "aria-label": label, title: label, onclick: () => view.guard(call) }, text);
-  bar.append(make("div", { class: "lw-zoom", role: "group", "aria-label": "Zoom" }, button("−", "Zoom out", () => view.zoomBy(1 / 1.6)), button("+", "Zoom in", () => view.zoomBy(1.6)),
+  bar.push(make("div", { class: "lw-zoom", role: "group", "aria-label": "Zoom" }, button("−", "Zoom out", () => view.zoomBy(1 / 1.6)), button("+", "Zoom in", () => view.zoomBy(1.6)),
     button("All", "Show all tokens", view.showAll)));
   return bar;
 }
@@ -62,7 +62,9 @@ function layerChoice(view, layers) {
   const changed = (event) => {
     if (low.selectedIndex > high.selectedIndex) (event.target === low ? high : low).selectedIndex = event.target.selectedIndex;
     const [a, b] = [layers[low.selectedIndex], layers[high.selectedIndex]];
-    view.setting("layers", a === layers[0] && b === layers.at(-1) ? [] : [a, b]);
+    const wanted = a === layers[0] && b === layers.at(-1) ? [] : [a, b];
+    view.layers = wanted.join();
+    view.setting("layers", wanted);
   };
   for (const one of [low, high]) one.addEventListener("change", changed);
   return make("fieldset", { class: "lw-choice" }, make("legend", {}, "Layers"), low, " to ", high);
@@ -75,7 +77,7 @@ const barCell = (data, adapter, part) => make("td", { class: "lw-bar-cell" },
 // the legend is the adapter filter: what is not ticked is left out of every mean, lead and table
 function adapterPanel(view) {
   const { data, model } = view, parts = Object.keys(data.shares).filter((part) => data.shares[part]), body = make("tbody"), boxes = [];
-  const isScaling = data.quantity === "scalings", say = (share) => (share == null ? "–" : isScaling ? percent(share) : share.toPrecision(2));
+  const isScaling = data.quantity === "scalings", say = (share) => (share == null ? "–" : isScaling ? percent(share) : share > 0 && share < 0.0005 ? "< .001" : share.toFixed(3));
   const tell = () => {
     const names = data.names.filter((_, i) => boxes[i].checked);
     if (names.length) view.setting("shown_adapters", names);
@@ -87,8 +89,8 @@ function adapterPanel(view) {
       tell();
     } });
     boxes.push(box);
-    body.append(make("tr", {}, make("th", { scope: "row" }, make("label", {}, box, ...nameCell(data, i))),
-      barCell(data, i, data.shares.all[i]), ...parts.map((part) => make("td", {}, say(data.shares[part][i])))));
+    body.append(make("tr", {}, make("th", { scope: "row", title: data.adapters[i] }, make("label", {}, box, ...nameCell(data, i))),
+      barCell(data, i, partOfScale(data, data.shares.all[i])), ...parts.map((part) => make("td", {}, say(data.shares[part][i])))));
   });
   view.tick = () => boxes.forEach((box, i) => { box.checked = view.filter.adapters.includes(i); });
   const only = (chosen) => { boxes.forEach((box, i) => { box.checked = chosen.includes(i); }); tell(); };
@@ -108,9 +110,8 @@ function valueTable(view, columns) {
   if (order.length > 12) order = order.sort((a, b) => (first[b] || 0) - (first[a] || 0)).slice(0, 12);
   const head = make("tr", {}, make("th", { scope: "col" }, order.length < filter.adapters.length ? `${order.length} of ${filter.adapters.length}` : "adapter"), make("td"),
     ...columns.map(({ name }) => make("th", { scope: "col" }, name)));
-  const part = (value) => (data.scale.log ? Math.log(Math.max(value, data.scale.low) / data.scale.low) / Math.log(data.scale.high / data.scale.low) : value / data.scale.high);
   return make("table", { class: "lw-shares" }, make("thead", {}, head), make("tbody", {}, ...order.map((k) => make("tr", {},
-    make("th", { scope: "row" }, ...nameCell(data, filter.adapters[k])), barCell(data, filter.adapters[k], part(first[k])),
+    make("th", { scope: "row" }, ...nameCell(data, filter.adapters[k])), barCell(data, filter.adapters[k], partOfScale(data, first[k])),
     ...columns.map(({ name, values, texts }) => make("td", { [`data-${name}`]: filter.adapters[k] }, texts ? texts[k] : textOfValue(data, values[k])))))));
 }
 

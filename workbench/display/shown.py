@@ -78,9 +78,29 @@ class Shown:
 def show(what: Trace | Run | Comparison, title: str | None = None) -> Shown | Picture:
     """Return the picture of a trace, a run or a comparison.
 
+    A trace without scalings is shown as its text; a run as its timelines and the list of its requests.
+
     Raises:
-        UserError: it is none of them.
+        UserError: it is none of them, or nothing was recorded that could be shown.
     """
     if isinstance(what, Trace):
-        return Shown(what, title)
-    raise UserError(f"show() takes a Trace (rec.trace(request_id) or Trace.load(path)), not {type(what).__name__}")
+        if what.has_scalings:
+            return Shown(what, title)
+        from workbench.display.text_picture import TextPicture
+
+        return TextPicture(what, title)
+    from workbench.instrument.comparison import Comparison
+    from workbench.instrument.run import Run
+
+    if isinstance(what, Run):
+        from workbench.display.run_picture import RunPicture
+
+        return RunPicture(what, title)
+    if isinstance(what, Comparison):
+        from workbench.display.compare_figure import compare
+
+        return compare(what, title)
+    raise UserError(
+        "show() takes a Trace (rec.trace(request_id) or Trace.load(path)), a Run (open_run(folder)) or a Comparison "
+        f"(compare(engine, prompt, settings)), not {type(what).__name__}"
+    )
