@@ -1,4 +1,4 @@
-"""Traces with other quantities beside the scalings, how traces are compared, and requests to record; shared by tests."""
+"""Traces with other quantities beside the scalings, how traces compare, and requests to record; shared by tests."""
 
 from __future__ import annotations
 
