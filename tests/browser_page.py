@@ -66,9 +66,11 @@ window.lwLeave = render({ model, el: document.querySelector("#view") });
 const listen = async () => {
   for (const message of await window.lwFromPython()) {
     if (message.method === "custom") tell("msg:custom", message.content, message.buffers.map(decode));
-    else for (const [name, value] of Object.entries(take(message))) {
-      own[name] = value;
-      tell(`change:${name}`, model, value);
+    else {
+      const news = Object.entries(take(message)).filter(([name, value]) => own[name] !== value);
+      // as in Backbone: all of it is there before anyone is told
+      Object.assign(own, Object.fromEntries(news));
+      for (const [name, value] of news) tell(`change:${name}`, model, value);
     }
   }
   setTimeout(listen, 15);

@@ -1,4 +1,4 @@
-"""Traces with other recorded quantities beside the scalings, and how two traces are compared; shared by tests."""
+"""Traces with other quantities beside the scalings, how traces compare, and requests to record; shared by tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from safetensors.numpy import load_file, save_file
 
 from workbench.instrument.recorded import Recorded
 from workbench.instrument.trace import Trace
+
+ALL = ("scalings", "logits:top:3", "delta_norm", "hidden_norm", "entropy", "cache", "throughput")
+WHO = {"mixture": ["mix", None, None, "mix"], "adapter": [None, "a", None, None]}
+PROMPTS = ["hello there", "hello", "good morning", "a"]
+
+
+def generate(engine, **options):
+    return engine.generate(PROMPTS, max_tokens=6, ignore_eos=True, **WHO, **options)
+
+
+def same_but_time(trace):
+    return replace(trace, time_s=trace.time_s * 0, metadata={**trace.metadata, "created": "", "request_id": ""})
 
 
 def with_extras(trace: Trace) -> Trace:

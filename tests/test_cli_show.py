@@ -11,6 +11,7 @@ from trace_problem import small_trace
 
 from workbench import RunWriter
 from workbench.cli import main
+from workbench.cli.demo import _earlier_run
 
 
 @pytest.fixture
@@ -125,3 +126,22 @@ def test_help_has_an_example(capsys):
     with pytest.raises(SystemExit):
         main(["show", "--help"])
     assert "workbench show runs/monday --request req-3" in capsys.readouterr().out
+
+
+def test_the_demo_replaces_its_own_run_and_no_other(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("workbench.cli.demo._engine", lambda *_: pytest.fail("the base was loaded"))
+    prompts = ["one", "two"]
+    assert not _earlier_run(tmp_path / "none", prompts)
+    for name, prompt, is_ours in (("killed", None, True), ("mine", "one", True), ("other", "three", False)):
+        with RunWriter(tmp_path / name / "run") as writer:
+            if prompt:
+                writer.request({"request_id": "req-1", "prompt": prompt})
+        if is_ours:
+            assert _earlier_run(tmp_path / name / "run", prompts)
+    assert main(["demo", "--out", str(tmp_path / "other")]) == 2
+    assert "other/run' holds a run that is not the demo's; choose another --out" in capsys.readouterr().err
+    (tmp_path / "notes" / "run").mkdir(parents=True)
+    assert not _earlier_run(tmp_path / "notes" / "run", prompts)
+    (tmp_path / "notes" / "run" / "notes.txt").write_text("mine")
+    assert main(["demo", "--out", str(tmp_path / "notes")]) == 2
+    assert "is no run, it has no run.json; it holds 'notes.txt'" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from workbench import open_run
 from workbench.cli import main
 from workbench.cli.demo import read_segments
 from workbench.instrument.trace import Trace
@@ -49,6 +50,9 @@ def test_the_right_adapter_leads_in_every_segment(demo):
     assert report["scalings_reused"] == 6 - 1 - 4
     trace = Trace.load(report["trace"])
     assert trace.num_tokens == report["usage"]["total_tokens"]
+    run = open_run(report["run"])
+    assert run.status == "complete" and len(run.trace_ids) == 1 + len(report["segments"]) == len(run.requests)
+    assert len(run.steps) == report["forwards"] and report["text"] in run.requests["text"].tolist()
     page = Path(report["figure"]).read_text(encoding="utf-8")
     assert page.startswith("<!") and "scripture" in page
     assert Path(report["picture"]).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -184,8 +184,8 @@ def test_what_was_not_recorded_is_said(engine):
         mixed = engine.generate(["hello"] * 2, mixture="mix", max_tokens=2)
     with pytest.raises(UserError, match=f"{base.request_id!r} ran the base model alone: it has no scalings"):
         recorder.trace(base.request_id)
-    with pytest.raises(UserError, match="ran adapter 'a' alone"):
-        recorder.trace(adapter.request_id)
-    with pytest.raises(UserError, match="2 traces were recorded .*; name one"):
+    alone = recorder.trace(adapter.request_id)
+    assert alone.adapters == ("a",) and (alone.values[:-1] == 1).all() and alone.metadata["adapter"] == "a"
+    with pytest.raises(UserError, match="3 traces were recorded .*; name one"):
         recorder.trace()
-    assert set(recorder.traces) == {done.request_id for done in mixed}
+    assert set(recorder.traces) == {done.request_id for done in [adapter, *mixed]}

@@ -108,8 +108,8 @@ def test_a_second_trace_of_one_id_is_kept_beside_the_first(folder):
             writer.trace(named("a", small_trace(adapters=adapters)))
     for _ in range(2):
         run = open_run(folder)
-        assert [len(run.trace(name).adapters) for name in ("a", "a (2)", "a (3)")] == [1, 2, 3]
-        assert set(run.tokens["request_id"]) == {"a", "a (2)", "a (3)"}
+        assert [len(run.trace(name).adapters) for name in ("a", "a#2", "a#3")] == [1, 2, 3]
+        assert set(run.tokens["request_id"]) == {"a", "a#2", "a#3"}
         (folder / "traces" / "index.jsonl").unlink(missing_ok=True)
 
 

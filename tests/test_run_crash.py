@@ -24,6 +24,7 @@ from trace_problem import small_trace
 
 from workbench import RunWriter, UserError, open_run
 from workbench.instrument import run_compact, run_files, run_lock
+from workbench.instrument.run import remove_run
 
 OPERATIONS = st.lists(st.sampled_from(["step", "request", "trace", "flush", "die", "look"]), max_size=25)
 
@@ -117,22 +118,40 @@ def test_a_killed_process_leaves_a_run_with_all_that_it_had_flushed(tmp_path):
 
 
 def test_a_stream_cut_anywhere_gives_its_whole_messages(tmp_path):
-    writer, ends = RunWriter(tmp_path / "run"), [0]
+    writer = RunWriter(tmp_path / "run")
+    ends = [0, (tmp_path / "run" / "steps.arrow").stat().st_size]
     for step in range(4):
         writer.step({**STEP, "step": step})
         writer.flush()
         ends.append((tmp_path / "run" / "steps.arrow").stat().st_size)
     content = (tmp_path / "run" / "steps.arrow").read_bytes()
     cut = tmp_path / "cut.arrow"
-    for length in [*range(0, len(content), 97), *(end + by for end in ends for by in (-1, 0, 1) if end + by >= 0)]:
+    near = {end + by for end in ends for by in (-1, 0, 1)} & set(range(len(content) + 1))
+    for length in sorted({*range(0, len(content), 97), *near}):
         cut.write_bytes(content[:length])
-        _, batches = run_files.read_stream(cut)
+        _, batches, unread = run_files.read_stream(cut)
         found = [step for batch in batches for step in batch.column("step").to_pylist()]
-        assert found == list(range(sum(end <= length for end in ends[1:])))
+        assert found == list(range(sum(end <= length for end in ends[2:])))
+        assert unread == length - max(end for end in ends if end <= length)
     cut.write_bytes(b"step,rows\n1,2\n")
     with pytest.raises(UserError, match="it is no Arrow stream"):
         run_files.read_stream(cut)
     writer.close()
+
+
+def test_what_cannot_be_read_is_not_thrown_away(tmp_path):
+    writer = RunWriter(tmp_path / "run")
+    for step in range(3):
+        writer.step({**STEP, "step": step})
+        writer.flush()
+    content = (tmp_path / "run" / "steps.arrow").read_bytes()
+    shutil.copytree(tmp_path / "run", tmp_path / "dead")
+    writer.close()
+    damaged = content[: len(content) // 2] + bytes(200) + content[len(content) // 2 + 200 :]
+    (tmp_path / "dead" / "steps.arrow").write_bytes(damaged)
+    assert len(open_run(tmp_path / "dead").steps) < 3
+    assert (tmp_path / "dead" / "steps.cut").read_bytes() == damaged
+    remove_run(tmp_path / "dead")
 
 
 @pytest.mark.parametrize("table", ["steps", "requests", "tokens"])
@@ -254,7 +273,8 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing_once_there_is_room(tmp_path
         writer.step({**STEP, "step": step})
     with pytest.raises(UserError, match="cannot write .*steps.arrow': the disk is full"):
         writer.flush()
-    assert steps_of(open_run(tmp_path / "run")) == [0]
+    writer._flush_quietly()  # what the writing thread does, sooner or later
+    assert steps_of(open_run(tmp_path / "run")) == [0] and "the disk is full" in str(writer.error)
     full_disk.clear()
     writer.step({**STEP, "step": 3})
     writer.close()

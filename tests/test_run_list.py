@@ -113,6 +113,7 @@ def test_names_that_are_sql_stay_names(tmp_path, monkeypatch):
     ("SELECT * FROM step", "names a table 'step'; did you mean 'steps'?; the tables are 'steps', 'requests', 'tokens'"),
     ("SELEC 1", "syntax error"), ("SELECT row FROM steps", '"rows"'), ("  ", "a query is SQL as text"),
     (None, "a query is SQL as text"), ("SELECT * FROM writer", "names a table 'writer'"),
+    ("SELECT * FROM connection", "names a table 'connection'"),
 ])
 def test_a_wrong_query_is_a_sentence(runs, query, said):
     writer = pd.DataFrame({"secret": [1]})  # a variable of the caller is no table

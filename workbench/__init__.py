@@ -23,10 +23,15 @@ _HOME = {
     "AdapterConfig": "workbench.adapters",
     "Chat": "workbench.engine",
     "Comparison": "workbench.instrument.comparison",
+    "compare": "workbench.live.compare",
+    "compare_live": "workbench.live.compare_live",
     "Completion": "workbench.engine",
+    "console": "workbench.live.console",
     "Engine": "workbench.engine",
     "EngineConfig": "workbench.config",
     "exact": "workbench.xlora",
+    "Explore": "workbench.display",
+    "explore": "workbench.display",
     "figures": "workbench.display",
     "Handle": "workbench.engine",
     "list_runs": "workbench.instrument.run_list",
@@ -57,10 +62,15 @@ __all__ = [
     "AdapterConfig",
     "Chat",
     "Comparison",
+    "compare",
+    "compare_live",
     "Completion",
+    "console",
     "Engine",
     "EngineConfig",
     "exact",
+    "Explore",
+    "explore",
     "figures",
     "Handle",
     "list_runs",
@@ -102,7 +112,7 @@ if TYPE_CHECKING:
         LoRAType,
     )
     from workbench.config import EngineConfig
-    from workbench.display import figures, show
+    from workbench.display import Explore, explore, figures, show
     from workbench.engine import Chat, Completion, Engine, Handle, Sampling
     from workbench.errors import UserError
     from workbench.instrument.comparison import Comparison
@@ -110,6 +120,9 @@ if TYPE_CHECKING:
     from workbench.instrument.run_list import list_runs, open_runs
     from workbench.instrument.run_writer import RunWriter
     from workbench.instrument.trace import Trace
+    from workbench.live.compare import compare
+    from workbench.live.compare_live import compare_live
+    from workbench.live.console import console
     from workbench.ordering import Ordering
     from workbench.xlora import Mixture, exact, lagged, non_granular, periodic
 

@@ -1,10 +1,12 @@
 """LoRALinear: a base model's linear layer plus the deltas of whatever adapters its rows ask for.
 
 Contract: the layer knows no request. Which rows want what stands in its engine's `Routing`, set around one forward;
-two engines never share one.
+two engines never share one. Who watches a layer reads its input and the base's output, and changes neither.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +22,16 @@ __all__ = ["EVERY_SITE", "LoRALinear", "MixtureSegment", "Routing", "RowWeights"
 
 
 class Routing:
-    """What an engine's LoRA layers do in the forward that is running; None between forwards."""
+    """What an engine's LoRA layers do in the forward that is running.
+
+    Attributes:
+        rows: what each row wants of the adapters; None between forwards.
+        watchers: called with each layer, the base's output, the input and `rows`, before any delta is added.
+    """
 
     def __init__(self) -> None:
         self.rows: RowWeights | None = None
+        self.watchers: tuple[Callable[[LoRALinear, Tensor, Tensor, RowWeights], None], ...] = ()
 
 
 class LoRALinear(nn.Module):
@@ -59,6 +67,9 @@ class LoRALinear(nn.Module):
         # so that what is added to a view of its rows is added to y
         y = y if y.is_contiguous() else y.contiguous()
         assert y.shape[-2] == rows.num_rows, f"{self.site}: {y.shape[-2]} rows, not {rows.num_rows}"
+        if self.routing.watchers:
+            for watch in self.routing.watchers:
+                watch(self, y, x, rows)
         if self.table.gains:
             self._rescale(y.view(-1, y.shape[-1]), rows)
         if rows.fixed_shape:

@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.cli import show
 from workbench.errors import UserError
+from workbench.instrument.run import open_run, remove_run
 
 if TYPE_CHECKING:
     from workbench.engine import Engine
@@ -36,7 +38,8 @@ def add_parser(commands: Any, formatter: type) -> None:
                         help="compute scalings for the prompt and the first K generated tokens, then reuse the K-th's")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens to generate (default 64)")
     parser.add_argument("--base", metavar="SOURCE", help="another base, which the mixture was not trained on")
-    parser.add_argument("--out", default="workbench-demo", metavar="DIR", help="folder for the page, picture and trace")
+    parser.add_argument("--out", default="workbench-demo", metavar="DIR",
+                        help="folder for the page, picture, trace and run (default workbench-demo)")
     parser.add_argument("--json", action="store_true", help="print one JSON document as the last line")
     parser.set_defaults(run=run)
 
@@ -56,12 +59,15 @@ def run(arguments: argparse.Namespace) -> int:
     segments = read_segments()
     texts = [segment["text"] for segment in segments]
     prompts = [_SEPARATOR.join(texts), *texts]
+    earlier = _earlier_run(out / "run", prompts)
     _say(arguments, "loading the base model and four adapters")
     engine = _engine(arguments, prompts)
     load_time_s = time.perf_counter() - clock
     _say(arguments, f"continuing them together, and each alone, by {arguments.max_tokens} tokens")
     clock = time.perf_counter()
-    with engine.record("scalings") as recorder:
+    if earlier:
+        remove_run(out / "run")
+    with engine.record("scalings", run=out / "run") as recorder:
         answers = engine.generate(prompts, mixture="demo", sampling=sampling,
                                   tgt_non_granular_index=arguments.tgt_non_granular_index)
     generate_time_s = time.perf_counter() - clock
@@ -70,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     completion, *alone = answers
     trace = recorder.trace(completion.request_id)
     clock = time.perf_counter()
-    files = write_files(trace, out)
+    files = {**write_files(trace, out), "run": str(out / "run")}
     times = {"load_time_s": load_time_s, "generate_time_s": generate_time_s,
              "figure_time_s": time.perf_counter() - clock}
     report = {
@@ -125,14 +131,24 @@ def _lead(trace: Trace, tokens: slice) -> dict[str, Any]:
 
 def write_files(trace: Trace, out: Path) -> dict[str, str]:
     """Write the trace, the page and the picture; return their paths."""
-    from workbench.display import show
-
-    shown = show(trace, title="Four adapters, one model: which of them speaks where")
     paths = {"trace": out / "demo.safetensors", "figure": out / "demo.html", "picture": out / "demo.png"}
     trace.save(paths["trace"])
-    shown.save(paths["figure"])
-    shown.save(paths["picture"])
+    show.write(trace, [paths["figure"], paths["picture"]], "Four adapters, one model: which of them speaks where")
     return {key: str(path) for key, path in paths.items()}
+
+
+def _earlier_run(folder: Path, prompts: list[str]) -> bool:
+    """Whether an earlier demo's run lies there, which this one may replace.
+
+    Raises:
+        UserError: something else does.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    # that of a demo that was killed may have no request yet
+    if not set(open_run(folder).requests["prompt"]) <= set(prompts):
+        raise UserError(f"{str(folder)!r} holds a run that is not the demo's; choose another --out")
+    return True
 
 
 def _engine(arguments: argparse.Namespace, prompts: list[str]) -> Engine:
@@ -169,7 +185,7 @@ def _print_report(report: dict[str, Any], trace: Trace) -> None:
     print(f"the first: {usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} generated; scalings of "
           f"{report['scalings_computed']} inputs computed, {report['scalings_reused']} reused")
     print(f"\nopen {report['figure']} to look at every token, site and adapter")
-    print(f"(picture: {report['picture']}; trace: {report['trace']})")
+    print(f"(picture: {report['picture']}; trace: {report['trace']}; run: {report['run']})")
 
 
 def _say(arguments: argparse.Namespace, what: str) -> None:

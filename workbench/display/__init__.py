@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from workbench.display import figures
+    from workbench.display.explorer import Explore, explore
     from workbench.display.picture import Picture
     from workbench.display.report import text_report
     from workbench.display.shown import Shown, show
 
-_MODULES = {"Picture": "picture", "Shown": "shown", "show": "shown", "text_report": "report"}
-__all__ = ["figures", "Picture", "Shown", "show", "text_report"]
+# a function and its module differ in name: importing a module would put it where the function is looked for
+_MODULES = {
+    "Explore": "explorer",
+    "explore": "explorer",
+    "Picture": "picture",
+    "Shown": "shown",
+    "show": "shown",
+    "text_report": "report",
+}
+__all__ = ["Explore", "explore", "figures", "Picture", "Shown", "show", "text_report"]
 
 
 def __getattr__(name: str) -> Any:

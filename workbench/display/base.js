@@ -29,6 +29,37 @@ function swatch(colour) {
   return make("span", { class: "lw-swatch", style: `background:${colour}`, "aria-hidden": "true" });
 }
 
+function statusOf(data, token) {
+  const parts = [data.generated[token] ? "generated" : "prompt"];
+  const source = data.source[token];
+  if (source < 0) parts.push("no scalings: never an input");
+  else if (source === data.positions[token]) parts.push("scalings computed");
+  else parts.push(`scalings reused from position ${source}`);
+  if (data.draft[token] >= 0) parts.push(data.draft[token] ? "draft accepted" : "draft rejected");
+  if (data.time_s[token] > 0) parts.push(`after ${data.time_s[token].toFixed(2)} s`);
+  return parts.join(" · ");
+}
+
+function header(data) {
+  const facts = make("div", { class: "lw-facts" });
+  for (const [name, value] of data.facts) facts.append(make("span", {}, make("span", { class: "lw-fact" }, name), " ", make("bdi", {}, value)));
+  const edits = data.edits?.length ? make("div", { class: "lw-edited" }, make("b", {}, "✎ Edited run: "), make("bdi", {}, data.edits.join("; "))) : "";
+  return make("div", { class: "lw-head" }, make("div", { class: "lw-title", role: "heading", "aria-level": "2" }, data.title), facts, edits);
+}
+
+function choice(view, label, name, options) {
+  const select = (value) => { view[name] = value; view.model.set(name, value); view.model.save_changes(); view.draw(); };
+  if (options.length > 10) {
+    const list = make("select", { "aria-label": label, onchange: (event) => select(options[event.target.selectedIndex].value) },
+      ...options.map(({ value, text }) => make("option", { selected: view[name] === value }, text)));
+    return make("label", { class: "lw-choice" }, label, " ", list);
+  }
+  const group = `lw-${name}-${Math.random().toString(36).slice(2)}`;
+  return make("fieldset", { class: "lw-choice" }, make("legend", {}, label), ...options.map(({ value, text, colour }) => make("label", {},
+    make("input", { type: "radio", name: group, checked: view[name] === value, onchange: () => select(value) }),
+    make("span", {}, colour ? swatch(colour) : "", make("bdi", {}, text)))));
+}
+
 // a Bytes trait as bytes of its own: typed arrays need an aligned start
 function bytesOf(model, name) {
   const view = model.get(name);
@@ -62,4 +93,14 @@ function followTheme(model, root, paint) {
     preference.removeEventListener("change", repaint);
     model.off("change:theme", repaint);
   };
+}
+
+// A box that may be taller than its room, with a line at its lower edge that says so while there is more below.
+function scrollable(box) {
+  const more = make("div", { class: "lw-more", "aria-hidden": "true", hidden: true }, "scroll for more ↓");
+  const look = () => { more.hidden = box.scrollHeight - box.scrollTop - box.clientHeight < 8; };
+  box.addEventListener("scroll", look, { passive: true });
+  new ResizeObserver(look).observe(box);
+  new MutationObserver(look).observe(box, { childList: true, subtree: true, characterData: true });
+  return make("div", { class: "lw-scrollable" }, box, more);
 }

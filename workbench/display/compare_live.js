@@ -4,14 +4,16 @@
 //   [data-lw-status] [data-lw-error]; in [data-lw-column="0"]: [data-lw-text] with [data-token], of which the first that
 //   differs from column 0 has data-lw-mark, [data-lw-strip] [data-lw-meter="tok_s"] (and others) [data-lw-verdict]
 
-function compareColumn(index, label) {
-  const point = (token) => { text.point(token); strip.point(token); };
+const compareSentence = (said) => (said ? `${said[0].toUpperCase()}${said.slice(1)}${/[.!?]$/.test(said) ? "" : "."}` : "");
+
+function compareColumn(index, label, point) {
+  const at = make("p", { class: "lw-at", "aria-hidden": "true" });
   const chips = make("span", { class: "lw-chips" }), verdict = make("p", { class: "lw-verdict", "data-lw-verdict": true });
   const text = liveText(`Answer under ${label}`, point), meters = liveMeters();
   const strip = liveStrip(`Scalings under ${label}, mean over the sites`, point);
   const box = make("section", { class: "lw-column", "data-lw-column": index, "aria-label": `Setting ${index + 1}: ${label}` },
     make("div", { class: "lw-column-head" }, make("span", { class: "lw-number", "aria-hidden": "true" }, String(index + 1)), make("bdi", { class: "lw-label" }, label), chips),
-    text.box, verdict, strip.box, meters.box);
+    text.box, verdict, strip.box, at, meters.box);
   const column = {
     box, text, strip, meters, verdict, story: null,
     begin(start) {
@@ -22,11 +24,16 @@ function compareColumn(index, label) {
       text.begin(column.story);
       strip.begin(column.story);
     },
-    draw() {
+    // the token that is looked at in any column, by default each column's newest
+    draw(pointed) {
+      const { story } = column;
       text.draw();
-      strip.draw();
+      text.point(pointed);
+      strip.point(pointed);
       strip.speak();
-      meters.draw(column.story);
+      meters.draw(story);
+      const token = pointed ?? (story ? story.means.length - 1 : -1);
+      at.textContent = token >= 0 && token < story.texts.length && story.voice.adapters.length ? liveSpoken(story, token) : "";
     },
   };
   return column;
@@ -70,7 +77,7 @@ function renderCompareLive({ model, el }) {
   const status = make("span", { class: "lw-said", role: "status", "data-lw-status": true }, "Ready.");
   const alert = make("span", { class: "lw-alert", role: "alert", "data-lw-error": true, hidden: true });
   const fail = (text) => { alert.textContent = text; alert.hidden = !text; };
-  let current = null, silence = false, waiting = 0;
+  let current = null, pointed = null, silence = false, waiting = 0;
   const talk = liveTalk(model, (silent) => {
     if (silent !== silence) fail(silent ? LIVE_SILENCE : "");
     silence = silent;
@@ -83,7 +90,7 @@ function renderCompareLive({ model, el }) {
     talk.send("run");
   };
   const form = compareForm(model, run, () => running() && talk.send("stop"), status, alert), scale = liveScale();
-  const columns = model.get("columns").map(({ label }, i) => compareColumn(i, label));
+  const columns = model.get("columns").map(({ label }, i) => compareColumn(i, label, (token) => { pointed = token; draw(); }));
   const facts = make("div", { class: "lw-facts" });
   for (const [name, value] of model.get("facts")) facts.append(make("span", {}, make("span", { class: "lw-fact" }, name), " ", make("bdi", {}, value)));
   const grid = make("div", { class: "lw-columns" }, ...columns.map((column) => column.box));
@@ -93,7 +100,7 @@ function renderCompareLive({ model, el }) {
   const drawNow = () => {
     root.dataset.lwState = current === null ? "idle" : current.ended ? "ended" : "running";
     form.lock(running());
-    columns.forEach((column) => column.draw());
+    columns.forEach((column) => column.draw(pointed));
     if (current) compareMarks(columns, current.diverged);
   };
   const draw = () => { waiting ||= requestAnimationFrame(() => { waiting = 0; try { drawNow(); } catch (error) { showError(el, error); } }); };
@@ -116,8 +123,8 @@ function renderCompareLive({ model, el }) {
   };
   const end = (content) => {
     current.ended = content;
-    content.says.forEach((said, i) => { if (said) [columns[i].judged, columns[i].verdict.textContent] = [true, said]; });
-    status.textContent = content.compared ? `Finished. ${content.floor}` : "Finished; there is nothing to compare.";
+    content.says.forEach((said, i) => { if (said) [columns[i].judged, columns[i].verdict.textContent] = [true, compareSentence(said)]; });
+    status.textContent = content.compared ? `Finished. ${compareSentence(content.floor)}` : "Finished; there is nothing to compare.";
     if (!content.compared) fail(content.floor);
   };
   const heard = (content, buffers) => {

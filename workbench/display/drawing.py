@@ -5,7 +5,7 @@ Parts to build figures from: `Sheet` (inches), `heatmap`, `strip`, `boundary`, `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -39,6 +39,9 @@ def heatmap(axes: Axes, values: np.ndarray, extent: tuple[float, float, float, f
     """Draw `values[down, across]` on a fixed scale, over a hatch that shows where a value is NaN."""
     hatched(axes)
     drawn = np.ma.masked_invalid(values.astype(np.float64))
+    if scale.is_log:
+        # a logarithmic norm hides what is not above 0, as if it were missing; it is below the scale
+        drawn = np.ma.where(drawn > 0, drawn, scale.low * 1e-3)
     style = {"cmap": scale.colour_map, "norm": scale.norm, "interpolation": "nearest", "interpolation_stage": "data"}
     axes.imshow(drawn, aspect="auto", extent=extent, **style)
 
@@ -65,10 +68,20 @@ class TokenLines:
         values: `[token, row]` to draw.
         rows: what each row is called.
         scale: what its colours mean.
+        draw_strip: draws what lies above a line: `(axes, trace, start, stop)`.
+        marks: `(marker, [token, row] bool)`: white marks in cells, besides those for values beyond the scale.
     """
 
-    def __init__(self, trace: Trace, values: np.ndarray, rows: Sequence[str], scale: Scale = SCALINGS):
+    def __init__(
+        self, trace: Trace, values: np.ndarray, rows: Sequence[str], scale: Scale = SCALINGS,
+        draw_strip: Callable[[Axes, Trace, int, int], None] | None = None,
+        marks: Sequence[tuple[str, np.ndarray]] = (),
+    ):
         self.trace, self.values, self.rows, self.scale = trace, values, tuple(rows), scale
+        self.draw_strip = draw_strip or strip
+        # 0 lies below every logarithmic scale and is nothing odd
+        below = [] if scale.is_log else [("v", values < scale.low)]
+        self.marks = [("^", values > scale.high), *below, *marks]
         self.spans = line_spans(trace.num_tokens)
         self.is_labelled = trace.num_tokens <= LINE_TOKENS * MAX_LINES
         self.strip_in = STRIP_IN if trace.has_scalings else 0.14
@@ -93,12 +106,13 @@ class TokenLines:
     def _line(self, sheet: Sheet, top: float, width: float, start: int, stop: int) -> None:
         axes = sheet.axes(LEFT_IN, top + self.strip_in, width, self.row_in * len(self.rows))
         strip_axes = sheet.axes(LEFT_IN, top, width, self.strip_in - 0.03)
-        strip(strip_axes, self.trace, start, stop)
+        self.draw_strip(strip_axes, self.trace, start, stop)
         drawn = self.values[start:stop].T  # [row, token]
         heatmap(axes, drawn, (start - 0.5, stop - 0.5, len(self.rows) - 0.5, -0.5), self.scale)
-        for marker, cells in (("^", drawn > self.scale.high), ("v", drawn < self.scale.low)):
-            rows, columns = np.nonzero(cells)
-            axes.scatter(columns + start, rows, marker=marker, s=9, color="white", linewidths=0)
+        for marker, cells in self.marks:
+            columns, rows = np.nonzero(cells[start:stop])
+            width = 0.8 if marker in "+_" else 0
+            axes.scatter(columns + start, rows, marker=marker, s=12, color="white", linewidths=width)
         row_axis(axes, self.rows)
         token_axis(axes, self.trace, start, stop, self.is_labelled)
         boundary(axes, self.trace, start, stop, strip_axes)

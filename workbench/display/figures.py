@@ -8,22 +8,39 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
+from workbench.display.difference_figure import difference
 from workbench.display.grid_figure import depth_projection
+from workbench.display.latency_figure import latency
+from workbench.display.memory_figure import memory_map
+from workbench.display.norm_figures import delta_norms, hidden_norms
 from workbench.display.picture import Picture
+from workbench.display.run_figures import cache_hits, timeline
 from workbench.display.share_figures import by_depth, by_projection
 from workbench.display.time_figures import entropy, over_time
+from workbench.display.top_tokens_figure import top_tokens
 from workbench.display.trace_figures import overview, site_token, token_adapter
+from workbench.instrument.memory_state import MemoryState, memory_state
 
 __all__ = [
     "by_depth",
     "by_projection",
+    "cache_hits",
+    "delta_norms",
     "depth_projection",
+    "difference",
     "entropy",
+    "hidden_norms",
+    "latency",
+    "memory_map",
+    "memory_state",
+    "MemoryState",
     "over_time",
     "overview",
     "Picture",
     "site_token",
+    "timeline",
     "token_adapter",
+    "top_tokens",
     "write",
 ]
 

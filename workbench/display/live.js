@@ -190,7 +190,7 @@ function liveDrawStrip(canvas, box, story, theme, cursor, moves) {
   paper.textBaseline = "middle";
   if (!story || !adapters) {
     paper.fillStyle = theme.muted;
-    paper.fillText(story ? "The base model has no adapters: there are no scalings." : "The scalings of each token appear here.", 8, height / 2);
+    paper.fillText(story ? "no adapters, no scalings" : "The scalings of each token appear here.", 8, height / 2);
     return null;
   }
   const total = Math.max(story.promptTokens + story.max_tokens, story.texts.length), cell = clamp(room / total, 3, 18);

@@ -5,7 +5,7 @@ const LEADER = "leader";
 function readModel(model) {
   const bytes = (name) => bytesOf(model, name);
   const data = { values: bytes("values"), means: new Float32Array(bytes("means").buffer), outliers: new Map() };
-  const plain = ["title", "facts", "note", "notes", "shape", "codes", "adapters", "keys", "colours", "themes", "tokens",
+  const plain = ["title", "facts", "edits", "note", "notes", "shape", "codes", "adapters", "keys", "colours", "themes", "tokens",
     "labels", "rows", "generated", "positions", "source", "draft", "time_s", "shares"];
   for (const name of plain) data[name] = model.get(name);
   data.leaders = new Uint16Array(bytes("leaders").buffer);
@@ -46,23 +46,6 @@ function valueAt(data, token, row, adapter) {
 
 const meanAt = (data, token, adapter) => data.means[token * data.numAdapters + adapter];
 
-function statusOf(data, token) {
-  const parts = [data.generated[token] ? "generated" : "prompt"];
-  const source = data.source[token];
-  if (source < 0) parts.push("no scalings: never an input");
-  else if (source === data.positions[token]) parts.push("scalings computed");
-  else parts.push(`scalings reused from position ${source}`);
-  if (data.draft[token] >= 0) parts.push(data.draft[token] ? "draft accepted" : "draft rejected");
-  if (data.time_s[token] > 0) parts.push(`after ${data.time_s[token].toFixed(2)} s`);
-  return parts.join(" · ");
-}
-
-function header(data) {
-  const facts = make("div", { class: "lw-facts" });
-  for (const [name, value] of data.facts) facts.append(make("span", {}, make("span", { class: "lw-fact" }, name), " ", make("bdi", {}, value)));
-  return make("div", { class: "lw-head" }, make("div", { class: "lw-title", role: "heading", "aria-level": "2" }, data.title), facts);
-}
-
 function legend(data) {
   const parts = Object.keys(data.shares).filter((part) => data.shares[part]);
   const body = make("tbody");
@@ -78,7 +61,7 @@ function legend(data) {
     "In the text: a letter where the lead changes; the stronger the tint, the larger the lead. Underline: ",
     make("span", { class: "lw-key lw-computed" }, "computed"), " ", make("span", { class: "lw-key lw-reused" }, "reused"), " ",
     make("span", { class: "lw-key lw-none" }, "no scalings"), ".");
-  return make("div", { class: "lw-legend" }, make("div", { class: "lw-label" }, "Mean share of the scalings"), make("div", { class: "lw-scroll" }, table), marks);
+  return make("div", { class: "lw-legend" }, make("div", { class: "lw-label" }, "Mean share of the scalings"), scrollable(make("div", { class: "lw-scroll", tabindex: data.numAdapters > 10 ? "0" : undefined }, table)), marks);
 }
 
 function textPanel(view) {
@@ -153,19 +136,6 @@ function readout(view) {
     }));
   };
   return box;
-}
-
-function choice(view, label, name, options) {
-  const select = (value) => { view[name] = value; view.model.set(name, value); view.model.save_changes(); view.draw(); };
-  if (options.length > 10) {
-    const list = make("select", { "aria-label": label, onchange: (event) => select(options[event.target.selectedIndex].value) },
-      ...options.map(({ text }) => make("option", {}, text)));
-    return make("label", { class: "lw-choice" }, label, " ", list);
-  }
-  const group = `lw-${name}-${Math.random().toString(36).slice(2)}`;
-  return make("fieldset", { class: "lw-choice" }, make("legend", {}, label), ...options.map(({ value, text, colour }) => make("label", {},
-    make("input", { type: "radio", name: group, checked: view[name] === value, onchange: () => select(value) }),
-    make("span", {}, colour ? swatch(colour) : "", make("bdi", {}, text)))));
 }
 
 function controls(view) {

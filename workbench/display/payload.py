@@ -32,6 +32,7 @@ def state(trace: Trace, title: str) -> dict[str, Any]:
         "view": "scalings",
         "title": title,
         "facts": facts(trace),
+        "edits": [visible(str(edit)) for edit in np.atleast_1d(trace.metadata.get("edits") or [])],
         "note": scale_note(trace),
         "notes": notes,
         "shape": [tokens, len(rows["labels"]), adapters],

@@ -109,12 +109,12 @@ def decade_scale(name: str, decades: Sequence[int]) -> Scale:
     try:
         low, high = (int(one) for one in decades)
     except (TypeError, ValueError):
-        raise UserError(f"decades must be two whole numbers such as (-3, 1), not {decades!r}") from None
+        raise UserError(f"decades must be two whole numbers such as (-4, 0), not {decades!r}") from None
     if not low < high or (low, high) != tuple(decades) or high - low > 30:
-        raise UserError(f"decades must be two whole numbers, the smaller one first, such as (-3, 1), not {decades!r}")
+        raise UserError(f"decades must be two whole numbers, the smaller one first, such as (-4, 0), not {decades!r}")
     step = -(-(high - low) // 6)
     marks = tuple(10.0**power for power in range(low, high + 1, step))
-    return Scale(name, LIGHT.scale, 10.0**low, 10.0**high, marks, is_log=True)
+    return Scale(name, LIGHT.scale, 10.0**low, 10.0**high, marks, is_log=True, below=LIGHT.page)
 
 
 def decades_of(values: np.ndarray) -> tuple[int, int]:

@@ -100,7 +100,8 @@ function build(model, el, fail) {
   view.text = textPanel(view);
   const side = make("div", { class: "lw-side" }, legend(data), readout(view));
   const maps = make("div", { class: "lw-maps" }, controls(view), heatmap(view), scaleBar(view));
-  const root = make("div", { class: "lw lw-scalings" }, header(data), view.text, side, maps);
+  const text = make("div", { class: "lw-text-box" }, scrollable(view.text));
+  const root = make("div", { class: "lw lw-scalings" }, header(data), text, side, maps);
   view.leave = followTheme(model, root, (theme) => view.guard(() => {
     view.theme = theme;
     view.table = colourTable(view);

@@ -31,13 +31,13 @@ from workbench.engine.memory import memory_for
 from workbench.engine.meters import Meters
 from workbench.engine.options import batch_of, split_options
 from workbench.engine.outcome import choose_tokens, classify, classify_rows
+from workbench.engine.recording import Observing, Recording
 from workbench.engine.request import Request
-from workbench.engine.result import Completion, TraceLabels, best_of, completion_of, trace_of
+from workbench.engine.result import Completion, best_of, completion_of
 from workbench.engine.scheduler import Scheduler, reason_of
 from workbench.engine.sources import base_setting, prepare_mixture
 from workbench.engine.submission import Submissions
 from workbench.errors import UserError
-from workbench.instrument.recorder import Recorder
 from workbench.ordering import Ordering
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _READ_WAIT_S, _IDLE_S = 0.05, 0.001  # how long a step without rows waits for an
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Engine(Loading):
+class Engine(Loading, Observing):
     """Runs base, single-adapter, merged and X-LoRA requests of one base model in one batch; safe to use from threads.
 
     Args:
@@ -89,7 +89,7 @@ class Engine(Loading):
         self.grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, info.eos_ids)
         self.submissions = Submissions(info, self.library, self.memory, self.grammars)
         self.meters = Meters()
-        self._recorders: list[Recorder] = []
+        self.recording = Recording(self)
         self._driver, self._is_closed, self._door = Driver(self), False, threading.Lock()
         self._stepper: int | None = None  # the thread that runs a step
         for answer in self.adapters.load_all(self.adapters.config.sources()).values():
@@ -218,12 +218,6 @@ class Engine(Loading):
             raise UserError(request.error)
         return completion_of(request)
 
-    def record(self, *what: str) -> Recorder:
-        """Record the requests that finish while the returned context is open; `what` is "scalings"."""
-        recorder = Recorder(what or ("scalings",), self._recorders.remove)
-        self._recorders.append(recorder)
-        return recorder
-
     def edit(self, edits: Any, requests: Any = None) -> Edits:
         """Change the scalings that requests use while the returned context is open; results say what was done.
 
@@ -294,17 +288,22 @@ class Engine(Loading):
     def _forward(self, batch: StepBatch) -> list[Request]:
         self.meters.begin()
         try:
-            hidden = self.model.hidden(batch)
-            batch.attention.keep_hidden(hidden)
-            scalings = self.classifier(hidden, batch)
-            answers = self.sampler(self.model.logits(hidden, batch), batch)
+            with self.recording.watching(batch) as watched:
+                hidden = self.model.hidden(batch)
+                batch.attention.keep_hidden(hidden)
+                scalings = self.classifier(hidden, batch)
+                logits = self.model.logits(hidden, batch)
+                watched.answered(hidden, logits)
+                answers = self.sampler(logits, batch)
         except Exception as error:
             self.meters.failed()
             with held_interrupts():
                 return self._finished(self.scheduler.failed(batch, reason_of(error)))
         with held_interrupts():
+            self.recording.commit(batch)
             finished = self._finished(self.scheduler.commit(batch, answers, scalings))
             self.meters.end(batch)
+            self.recording.stepped(batch)
             for request in batch.requests:
                 if request.finish_reason is None and request.on_progress is not None:
                     request.on_progress(request)
@@ -365,13 +364,11 @@ class Engine(Loading):
             time.sleep(_IDLE_S)
 
     def _finished(self, requests: list[Request]) -> list[Request]:
-        labels = TraceLabels(self.base_id, self.config.dtype)
         for request in requests:
             self.library.leave(request)
             self.submissions.ended(request.id)
             self.meters.ended(request)
-            for recorder in self._recorders:
-                recorder.add(request.id, lambda request=request: trace_of(request, self.tokenizer, labels))
+            self.recording.ended(request)
             if request.on_progress is not None:
                 request.on_progress(request)
         return requests

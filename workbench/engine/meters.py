@@ -46,14 +46,18 @@ _MEANINGS = {
 
 
 class Meters:
-    """Counts of one engine."""
+    """Counts of one engine.
+
+    Attributes:
+        last_step_s: what the last committed step took.
+    """
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys(
             ("steps", "rows", "scaling_rows", "requests_ended", "requests_failed", "generated_tokens",
              "scalings_computed", "scalings_reused", "drafts_accepted", "drafts_rejected", "failed_steps"), 0,
         )  # fmt: skip
-        self._step_s, self._began_s = 0.0, 0.0
+        self._step_s, self._began_s, self.last_step_s = 0.0, 0.0, 0.0
 
     def begin(self) -> None:
         """A step's forward begins."""
@@ -61,7 +65,8 @@ class Meters:
 
     def end(self, batch: StepBatch) -> None:
         """A step has been committed."""
-        self._step_s += time.perf_counter() - self._began_s
+        self.last_step_s = time.perf_counter() - self._began_s
+        self._step_s += self.last_step_s
         self._counts["steps"] += 1
         self._counts["rows"] += sum(span.stop - span.start for span in batch.spans)
         self._counts["scaling_rows"] += sum(span.stop - span.start for span in batch.spans_of(SCALING))

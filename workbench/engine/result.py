@@ -1,4 +1,4 @@
-"""What a finished request gives back: its text, its numbers, and its trace."""
+"""What a finished request gives back: its text and its numbers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ import torch
 
 from workbench.engine.batch import ADAPTED, SCALING
 from workbench.engine.request import Request
-from workbench.engine.text import token_texts
-from workbench.errors import UserError, names
-from workbench.instrument.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -97,15 +94,6 @@ class Completion:
         return f"error: {self.error}" if self.error else self.text
 
 
-@dataclass(frozen=True)
-class TraceLabels:
-    """What a trace says about where it came from, beside the request's own facts."""
-
-    base: str
-    dtype: str
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
 def completion_of(request: Request) -> Completion:
     """Return the result of a finished request."""
     times = request.token_times_s
@@ -145,44 +133,3 @@ def _mean_logprob(done: Completion) -> float:
 def failed(request_id: str, error: str) -> Completion:
     """Return the result of a request that was refused at the door."""
     return Completion(request_id, "", (), (), "error", Usage(0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0), error=error)
-
-
-def trace_of(request: Request, tokenizer: Any, labels: TraceLabels) -> Trace:
-    """Return the scalings every input of a mixture request used.
-
-    Raises:
-        UserError: the request used no mixture.
-    """
-    mixture = request.mixture
-    if mixture is None:
-        what = f"adapter {request.adapter!r} alone" if request.adapter else "the base model alone"
-        if request.merged is not None:
-            what = f"adapters {names(request.names)} in constant proportions"
-        raise UserError(f"request {request.id!r} ran {what}: it has no scalings to trace; name a mixture")
-    num_tokens, rows = len(request.tokens), len(request.sources)
-    values = np.full((num_tokens, len(mixture.sites), len(mixture.adapters)), np.nan, dtype=np.float32)
-    values[:rows] = request.used(0, rows).numpy()
-    source = np.full(num_tokens, -1, dtype=np.int64)
-    source[:rows] = request.sources
-    prompt = len(request.prompt_ids)
-    return Trace(
-        values=values,
-        adapters=mixture.adapter_names,
-        sites=mixture.sites,
-        token_ids=np.asarray(request.tokens, dtype=np.int64),
-        tokens=token_texts(tokenizer, request.tokens) if tokenizer else tuple(f"<{i}>" for i in request.tokens),
-        positions=np.arange(num_tokens, dtype=np.int64),
-        generated=np.arange(num_tokens) >= prompt,
-        source=source,
-        draft=np.asarray([-1] * prompt + request.drafts, dtype=np.int8),
-        time_s=np.asarray([0.0] * prompt + request.token_times_s, dtype=np.float64),
-        metadata={
-            "request_id": request.id, "base": labels.base, "mixture": mixture.name, "dtype": labels.dtype,
-            "policy": request.policy.name, "tgt_non_granular_index": getattr(request.policy, "k", None),
-            "scaling_pass_value": mixture.config.scaling_pass_value, "top_k_lora": mixture.config.top_k_lora,
-            "global_scaling_weight": mixture.config.global_scaling_weight,
-            "softmax": mixture.config.enable_softmax, "seed": request.seed, "temperature": request.sampling.temperature,
-            "finish_reason": request.finish_reason, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            **({"edits": list(request.edits)} if request.edits else {}), **labels.extra,
-        },
-    )

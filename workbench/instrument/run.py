@@ -176,7 +176,7 @@ def remove_run(path: str | Path) -> None:
     if run.status == "running":
         raise UserError(f"run {str(folder)!r} is being written; it cannot be deleted")
     known = {run_files.RUN_FILE, run_files.TRACES, run_files.WRITER_LOCK, run_files.COMPACT_LOCK}
-    known |= {f"{table}.{suffix}" for table in run_columns.TABLES for suffix in ("arrow", "parquet")}
+    known |= {f"{table}.{suffix}" for table in run_columns.TABLES for suffix in ("arrow", "parquet", "cut")}
     foreign = sorted(each.name for each in folder.iterdir() if each.name not in known and each.name[0] != ".")
     foreign += sorted(
         each.name for each in (folder / run_files.TRACES).glob("*")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def compact(folder: Path) -> None:
-    """Make each table one Parquet file and remove its stream. The caller knows that nobody writes.
+    """Make each table one Parquet file and remove its stream, if all of it was read. Nobody may be writing.
 
     Raises:
         UserError: a stream is damaged, or the disk is full or failed; the streams stay.
@@ -25,11 +25,13 @@ def compact(folder: Path) -> None:
         for table in run_columns.TABLES:
             stream, parquet = folder / f"{table}.arrow", folder / f"{table}.parquet"
             if stream.is_file() and not parquet.is_file():
-                schema, batches = run_files.read_stream(stream)
+                schema, batches, unread = run_files.read_stream(stream)
                 schema = schema or run_columns.schema(run_columns.TABLES[table])
                 if table == "tokens":
                     batches += lacking(folder, batches)
                 run_files.write_parquet(parquet, schema, iter(batches))
+                if unread:
+                    stream.replace(folder / f"{table}.cut")
             if parquet.is_file():
                 stream.unlink(missing_ok=True)
 

@@ -3,6 +3,7 @@
     run.json                          what the run is; written first, rewritten once, when the run ends
     steps | requests | tokens .arrow  rows as they come: an Arrow stream, whole messages at a time
     steps | requests | tokens .parquet   the same, once the run has ended; where both exist the Parquet file is complete
+    steps | requests | tokens .cut    a stream whose end could not be read, kept as it was
     traces/00001-req-1.safetensors    one finished request each
     traces/index.jsonl                which request lies in which of them
     writer.lock                       held while the run is being written
@@ -133,7 +134,7 @@ def read_table(folder: Path, table: str, is_complete: bool) -> pa.Table:
         with contextlib.suppress(FileNotFoundError):
             return _read_parquet(parquet)
         with contextlib.suppress(FileNotFoundError):
-            schema, batches = read_stream(stream)
+            schema, batches, _ = read_stream(stream)
             return pa.Table.from_batches(batches, schema or run_columns.schema(run_columns.TABLES[table]))
     if is_complete:
         raise UserError(f"run {str(folder)!r} is damaged: {parquet.name} is missing")
@@ -153,24 +154,27 @@ def num_rows(folder: Path, table: str) -> int:
         raise _no_parquet(path, error) from None
 
 
-def read_stream(path: Path) -> tuple[pa.Schema | None, list[pa.RecordBatch]]:
-    """Return the schema and the whole batches of an Arrow stream; no schema where not even that was written."""
+def read_stream(path: Path) -> tuple[pa.Schema | None, list[pa.RecordBatch], int]:
+    """Return the schema and the whole batches of an Arrow stream, and how many bytes after them cannot be read.
+
+    The schema is None where not even that was written whole. The last message of a killed process may be cut off.
+    """
     pa = run_columns.arrow()
     content = path.read_bytes()
     if not content.startswith(_CONTINUES[: len(content)]):
         raise UserError(f"{str(path)!r} is damaged: it is no Arrow stream")
-    batches: list[pa.RecordBatch] = []
+    source, batches, end = pa.BufferReader(content), [], 0
     try:
-        reader = pa.ipc.open_stream(pa.py_buffer(content))
+        reader = pa.ipc.open_stream(source)
     except (pa.ArrowException, OSError, EOFError):
-        return None, batches
-    # the last message of a killed process may be cut off
+        return None, batches, len(content)
     with contextlib.suppress(pa.ArrowException, OSError, EOFError, StopIteration):
         while True:
+            end = source.tell()
             found = reader.read_next_batch()
             found.validate(full=True)
             batches.append(found)
-    return reader.schema, batches
+    return reader.schema, batches, len(content) - end
 
 
 def write_parquet(path: Path, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
@@ -212,7 +216,7 @@ def read_index(folder: Path) -> dict[str, str]:
 
 def unused(name: str, taken: Container[str]) -> str:
     """Return a name that is not taken: itself, or with a number behind it."""
-    numbered = (f"{name} ({number})" for number in itertools.count(2))
+    numbered = (f"{name}#{number}" for number in itertools.count(2))
     return next(each for each in itertools.chain([name], numbered) if each not in taken)
 
 

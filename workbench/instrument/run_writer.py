@@ -53,7 +53,8 @@ class RunWriter:
         }  # fmt: skip
         self._known = {table: frozenset(columns) for table, columns in self._columns.items()}
         self._facts = _facts(name or self.path.resolve().name, meta or {})
-        schemas = {table: run_columns.schema(columns) for table, columns in self._columns.items()}
+        # with one row each: what pyarrow imports at its first use is imported here, not in a step or at exit
+        schemas = {table: run_columns.batch(table, columns, [{}]).schema for table, columns in self._columns.items()}
         self._lock = _begin(self.path)
         try:
             run_files.write_json(self.path / run_files.RUN_FILE, self._facts)
@@ -97,7 +98,7 @@ class RunWriter:
     def trace(self, trace: Trace) -> Path:
         """Write a finished request's trace, named by `metadata["request_id"]`, and return its file.
 
-        A second one of the same id is kept as "ID (2)".
+        A second one of the same id is kept as "ID#2".
 
         Raises:
             UserError: the disk is full or failed, or the run is closed.

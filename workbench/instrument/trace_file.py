@@ -36,6 +36,7 @@ _DTYPES = {
 
 def write(trace: Trace, path: Path) -> Path:
     """Write `trace` to `path` through a temporary file in the same folder, so a reader never sees half of it."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     if path.suffix != SUFFIX:
@@ -61,8 +62,8 @@ def write(trace: Trace, path: Path) -> Path:
         os.replace(temporary, path)
     except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise UserError(f"cannot save {path}: {error.strerror or error}") from None
+        if isinstance(error, OSError | SafetensorError):  # the latter is how its library reports a full disk
+            raise UserError(f"cannot save {path}: {getattr(error, 'strerror', None) or error}") from None
         raise
     return path
 

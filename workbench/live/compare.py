@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import UserError
 from workbench.instrument.comparison import Comparison
-from workbench.live.settings import require_comparable, settings_of
+from workbench.live.settings import WHO, require_comparable, settings_of
 
 if TYPE_CHECKING:
     from workbench.engine import Engine
@@ -76,57 +76,71 @@ def run_together(
         prompt: one prompt.
         settings: label -> options, `edits` among them.
     """
-    requests: dict[str, Request] = {}
-    failed: dict[str, str] = {}
     number = next(_NUMBERS)
-    ids = {label: f"compare-{number}-{place}" for place, label in enumerate(settings)}
-    opened = {}
-    with ExitStack() as stack:
-        recorder = stack.enter_context(engine.record("scalings", requests=list(ids.values())))
+    tries = [
+        _Try(engine, prompt, label, f"compare-{number}-{place}", dict(options))
+        for place, (label, options) in enumerate(settings.items())
+    ]
+    with ExitStack() as ends:
+        for each in tries:
+            ends.callback(each.end)
+            each.begin()
+        while any(each.request is not None and each.request.finish_reason is None for each in tries):
+            if not engine.step() and not engine.scheduler.has_work():
+                time.sleep(_IDLE_S)
+    return (
+        {each.label: each.trace for each in tries if each.trace is not None},
+        {each.label: each.error for each in tries if each.error is not None},
+    )
+
+
+class _Try:
+    """One setting on its way: its request, the recorder that watches it, and the edits that are open for it."""
+
+    def __init__(self, engine: Engine, prompt: Any, label: str, request_id: str, options: dict[str, Any]):
+        self.engine, self.prompt, self.label, self.id, self.options = engine, prompt, label, request_id, options
+        self.request: Request | None = None
+        self.trace: Trace | None = None
+        self.error: str | None = None
+        self._recorder, self._edits = None, None
+
+    def begin(self) -> None:
+        """Queue the request, watched and edited from its first row on; what is wrong with it is its `error`."""
+        edits = self.options.pop("edits", None)
         try:
-            for label, options in settings.items():
-                try:
-                    own = dict(options)
-                    edits = own.pop("edits", None)
-                    if edits is not None:
-                        opened[label] = engine.edit(edits, requests=[ids[label]])
-                        stack.callback(opened[label].close)
-                    requests[label] = engine.enqueue(prompt, request_id=ids[label], **own)
-                except UserError as error:
-                    failed[label] = str(error)
-            while any(request.finish_reason is None for request in requests.values()):
-                if not engine.step() and not engine.scheduler.has_work():
-                    time.sleep(_IDLE_S)
-        finally:
-            for request in requests.values():
-                engine.cancel(request)
-    failed |= _unfinished(requests) | _unfired(opened, {**failed, **_unfinished(requests)})
-    traces = {label: recorder.trace(ids[label]) for label in requests if label not in failed}
-    return traces, {label: failed[label] for label in settings if label in failed}
+            # one recorder each: it complains at its end of a request that never ran
+            self._recorder = self.engine.record(*_kinds(self.options), requests=[self.id])
+            if edits is not None:
+                self._edits = self.engine.edit(edits, requests=[self.id])
+            self.request = self.engine.enqueue(self.prompt, request_id=self.id, **self.options)
+        except UserError as error:
+            self.error = str(error)
+
+    def end(self) -> None:
+        """Stop what runs and close what is open; its `trace` or its `error` is there then."""
+        if self.request is not None:
+            self.engine.cancel(self.request)
+            if self.request.finish_reason in ("error", "cancelled"):
+                self.error = self.request.error or f"it was {self.request.finish_reason}"
+        for opened in (self._edits, self._recorder):
+            if opened is None:
+                continue
+            try:
+                # told of an error, they do not complain of what never ran
+                opened.__exit__(UserError if self.error else None, UserError(self.error) if self.error else None, None)
+            except UserError as error:
+                self.error = str(error)
+        if self.error is None:
+            self.trace = self._recorder.trace(self.id)
+
+
+def _kinds(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what to record: a request of the base model has no scalings, and a trace only with something else."""
+    is_base = all(options.get(key) is None for key in WHO)
+    return ("scalings", "entropy") if is_base else ("scalings",)
 
 
 def _seeded(engine: Engine, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with a seed: left out, each request would get noise of its own."""
     has_seed = options.get("seed") is not None or getattr(options.get("sampling"), "seed", None) is not None
     return dict(options) if has_seed else {**options, "seed": engine.config.seed}
-
-
-def _unfinished(requests: Mapping[str, Request]) -> dict[str, str]:
-    return {
-        label: request.error or f"it was {request.finish_reason}"
-        for label, request in requests.items()
-        if request.finish_reason in ("error", "cancelled")
-    }
-
-
-def _unfired(opened: Mapping[str, Any], failed: Mapping[str, str]) -> dict[str, str]:
-    """Return who was to be edited and was not."""
-    found = {}
-    for label, edits in opened.items():
-        if label in failed:
-            continue
-        try:
-            edits.__exit__(None, None, None)
-        except UserError as error:
-            found[label] = str(error)
-    return found

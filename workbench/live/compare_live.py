@@ -20,7 +20,7 @@ from workbench.live.playing import Playing
 from workbench.live.sender import Sender
 from workbench.live.settings import WHO, require_comparable, settings_of
 from workbench.live.voices import Voice, find, voice_of, voices
-from workbench.live.widget import Live, text_of
+from workbench.live.widget import Live, require_engine, text_of
 
 if TYPE_CHECKING:
     from workbench.engine import Completion, Engine
@@ -338,6 +338,7 @@ def compare_live(
     Raises:
         UserError: settings that cannot be compared, an unknown option, or one out of its range.
     """
+    require_engine(engine)
     each = {label: _seeded(engine, options) for label, options in settings_of(settings, common).items()}
     require_comparable(engine, each)
     for label, options in each.items():

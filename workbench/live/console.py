@@ -17,7 +17,7 @@ from workbench.live.desk import RANGES, Desk
 from workbench.live.playing import Playing
 from workbench.live.sender import Sender
 from workbench.live.voices import Voice, also, defaults_of, find, shown_values, typed, voice_of, voices
-from workbench.live.widget import Live, text_of
+from workbench.live.widget import Live, require_engine, text_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,6 +53,7 @@ class Console(Live):
 
     def __init__(self, engine: Engine, prompt: str, title: str, theme: str, chat: bool, record: Sequence[str],
                  defaults: dict[str, Any]):
+        require_engine(engine)
         self._merged = merged_of(defaults.get("merged_adapters"))
         self._sampling, self._others = defaults_of(defaults)
         self._record = (record,) if isinstance(record, str) else tuple(record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from workbench.engine.result import Completion, completion_of
@@ -37,8 +37,8 @@ class Playing:
 
     def __init__(self, engine: Engine, number: int, request_id: str, voice: Voice, record: Sequence[str]):
         self.number, self.request_id, self.voice, self._engine = number, request_id, voice, engine
-        self.resources = ExitStack()
-        self._recorder = self.resources.enter_context(engine.record(*record, requests=[request_id]))
+        self._recorder, self.resources = engine.record(*record, requests=[request_id]), ExitStack()
+        self.resources.callback(self._end_recording)
         self.request: Request | None = None
         self.feed: Feed | None = None
         self.sent = (0, 0)
@@ -84,6 +84,11 @@ class Playing:
         self.resources.close()
         if self.feed is not None:
             self.feed.close()
+
+    def _end_recording(self) -> None:
+        # what it complains of, a request that never ran, its submission has said already
+        with suppress(UserError):
+            self._recorder.close()
 
     def now(self) -> tuple[float, int]:
         """Return seconds since submission, and how many tokens have been generated."""

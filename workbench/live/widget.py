@@ -34,7 +34,7 @@ class Live(anywidget.AnyWidget):
     """A widget on an engine.
 
     Args:
-        engine: runs what it asks for.
+        engine: runs what it asks for; `require_engine` has seen it.
         title: its heading.
         theme: "auto" follows the notebook, "light" and "dark" do not.
     """
@@ -52,7 +52,6 @@ class Live(anywidget.AnyWidget):
             raise UserError(f"theme is one of {names(_THEMES)}, not {theme!r}{nearest(theme, _THEMES)}")
         if not isinstance(title, str):
             raise UserError(f"title must be text, not {title!r}")
-        require_engine(engine)
         self.engine = engine
         self._lock, self._sending = threading.RLock(), threading.RLock()
         self._views: set[str] = set()

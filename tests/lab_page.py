@@ -1,0 +1,155 @@
+"""A notebook in JupyterLab in a real browser, for tests: open, run, press, look; nothing may leave this machine.
+
+What a person does is done with the mouse and the keyboard; what a person sees is read from the page. Only whether a
+cell still runs is asked of JupyterLab itself (`--expose-app-in-browser`), so that no test has to guess a pause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import nbformat
+from lab_server import TOKEN, Lab
+
+# generous: what is waited for takes a fraction of it on a quiet machine
+WAIT_MS = 180_000
+ARTEFACTS = Path(os.environ.get("WORKBENCH_ARTEFACTS") or Path(__file__).parents[1] / "build" / "artefacts")
+_HERE = "const panel = window.jupyterapp?.shell.currentWidget; if (panel?.context?.path !== name) return false;"
+READY = f"""(name) => {{ {_HERE}
+  return panel.content.widgets.length > 0 && panel.sessionContext.session?.kernel?.status === 'idle'; }}"""
+FINISHED = f"""([name, counts]) => {{ {_HERE}
+  if (panel.sessionContext.session?.kernel?.status !== 'idle') return false;
+  const cells = panel.content.widgets.map((cell) => cell.model).filter((model, i) => i in counts);
+  const before = Object.values(counts);
+  const failed = (model) => model.outputs.toJSON().some((output) => output.output_type === 'error');
+  const ran = cells.map((model, i) => model.executionCount && model.executionCount !== before[i]);
+  // cells after one that failed do not run
+  return cells.every((model) => model.executionState === 'idle')
+    && (ran.every(Boolean) || cells.some((model, i) => ran[i] && failed(model))); }}"""
+COUNTS = """() => Object.fromEntries(jupyterapp.shell.currentWidget.content.widgets.map(({ model }, i) => [i, model])
+  .filter(([, model]) => model.type === 'code').map(([i, model]) => [i, model.executionCount ?? 0]))"""
+OUTPUTS = """(i) => jupyterapp.shell.currentWidget.content.widgets[i].model.outputs?.toJSON() ?? []"""
+STATUS = "() => jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status"
+
+
+def write_notebook(path: Path, cells: Sequence[str]) -> Path:
+    """Write a notebook of code cells."""
+    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in cells])
+    made.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(made, path)
+    return path
+
+
+class LabPage:
+    """One notebook in one tab. `complaints` holds what must not happen; a test may empty it of what it expects.
+
+    Attributes:
+        page: Playwright's.
+        complaints: requests that left this machine, errors and warnings of the page.
+    """
+
+    def __init__(self, page: Any, lab: Lab, name: str):
+        self.page, self.name, self.complaints = page, name, []
+        here = urlsplit(lab.url).netloc
+
+        def allowed(url: str) -> bool:
+            return urlsplit(url).netloc == here or urlsplit(url).scheme in ("data", "blob")
+
+        page.context.route(lambda url: not allowed(url), lambda route: route.abort())
+        page.on("request", lambda request: allowed(request.url) or self._complain(f"request to {request.url}"))
+        page.on("websocket", lambda socket: allowed(socket.url) or self._complain(f"socket to {socket.url}"))
+        page.on("pageerror", lambda error: self._complain(f"error: {error}"))
+        page.on("console", self._heard)
+        page.set_default_timeout(WAIT_MS)
+        page.goto(f"{lab.url}lab/tree/{name}?token={TOKEN}&reset")
+        page.wait_for_function(READY, arg=name)
+
+    def _complain(self, text: str) -> None:
+        self.complaints.append(text)
+
+    def _heard(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self._complain(f"console {message.type}: {message.text}")
+
+    def run_all(self, timeout_ms: int = WAIT_MS) -> None:
+        """Choose Run > Run All Cells and wait for the end, or for the first cell that fails."""
+        counts = self.page.evaluate(COUNTS)
+        self._menu("Run", "Run All Cells")
+        self.wait_finished(counts, timeout_ms)
+
+    def start(self, index: int) -> None:
+        """Run one cell by Shift+Enter and do not wait."""
+        self.cell(index).locator(".cm-content").click()
+        self.page.keyboard.press("Shift+Enter")
+
+    def run(self, index: int) -> None:
+        """Run one cell and wait for its end."""
+        counts = {key: count for key, count in self.page.evaluate(COUNTS).items() if int(key) == index}
+        self.start(index)
+        self.wait_finished(counts)
+
+    def wait_finished(self, counts: dict, timeout_ms: int = WAIT_MS) -> None:
+        """Wait until the cells of `counts` have another count than that, and nothing runs."""
+        self.page.wait_for_function(FINISHED, arg=[self.name, counts], timeout=timeout_ms)
+
+    def wait_status(self, status: str) -> None:
+        """Wait until the kernel says it is `idle`, `busy`, ..."""
+        self.page.wait_for_function(f"(status) => ({STATUS})() === status", arg=status)
+
+    def interrupt(self) -> None:
+        """Press the toolbar's stop button."""
+        self.page.get_by_role("button", name="Interrupt the kernel").click()
+
+    def restart(self) -> None:
+        """Choose Kernel > Restart Kernel... and confirm."""
+        self._menu("Kernel", "Restart Kernel…")
+        self.page.get_by_role("button", name="Confirm Kernel Restart").click()
+
+    def cell(self, index: int) -> Any:
+        """Return the cell, scrolled into view."""
+        found = self.page.locator(f'.jp-Notebook [data-windowed-list-index="{index}"]')
+        found.scroll_into_view_if_needed()
+        return found
+
+    def output(self, index: int) -> Any:
+        """Return what stands below a cell."""
+        return self.cell(index).locator(".jp-Cell-outputArea")
+
+    def outputs(self, index: int) -> list[dict]:
+        """Return a cell's outputs as the notebook's file would hold them."""
+        return self.page.evaluate(OUTPUTS, index)
+
+    def errors(self) -> list[str]:
+        """Return the errors below all cells."""
+        found = [out for index in map(int, self.page.evaluate(COUNTS)) for out in self.outputs(index)]
+        return ["\n".join(out["traceback"]) for out in found if out["output_type"] == "error"]
+
+    def keep(self, name: str) -> Path:
+        """Keep a picture of the page among the artefacts."""
+        ARTEFACTS.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=(path := ARTEFACTS / f"lab-{name}.png"))
+        return path
+
+    def _menu(self, menu: str, entry: str) -> None:
+        self.page.get_by_role("menuitem", name=menu, exact=True).click()
+        self.page.get_by_role("menuitem", name=entry, exact=True).click()
+
+
+@contextlib.contextmanager
+def opened(browser: Any, lab: Lab, name: str, scheme: str = "light") -> Iterator[LabPage]:
+    """Open a notebook of the served folder, keep a last picture of it, and fail if anything went wrong in the page."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
+    try:
+        page = LabPage(context.new_page(), lab, name)
+        yield page
+        page.keep(f"{Path(name).stem}-end")
+        assert not page.complaints, page.complaints
+    finally:
+        context.close()
+        for kernel in lab.api("kernels"):
+            lab.api(f"kernels/{kernel['id']}", "DELETE")
