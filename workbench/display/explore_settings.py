@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,9 @@ class Settings:
             options = ("", *dict.fromkeys(site.rpartition(".")[2] for site in self.site_names))
             self.sites(self._option(name, value, options), others["layers"])
             return value
-        options = {"mode": (WHO_LEADS, EVERY_ADAPTER, *self.adapters), "theme": THEMES, "quantity": self.quantities}
+        if name == "quantity":
+            return require_quantity(value, self.quantities)
+        options = {"mode": (WHO_LEADS, EVERY_ADAPTER, *self.adapters), "theme": THEMES}
         return self._option(name, value, options[name])
 
     def sites(self, projection: str, layers: Sequence[int]) -> list[int]:
@@ -93,40 +95,57 @@ class Settings:
         return value
 
     def _adapters(self, value: Any) -> tuple[str, ...]:
-        wanted = [value] if isinstance(value, str) else list(value or ())
+        wanted = [value] if isinstance(value, str) else value
+        if not isinstance(wanted, Sequence) or not wanted:
+            raise UserError(f"shown_adapters needs at least one of {names(self.adapters)}, not {value!r}")
         for name in wanted:
             if name not in self.adapters:
                 hint = nearest(name, self.adapters)
                 raise UserError(f"no adapter {name!r} here{hint}; there are {names(self.adapters)}")
-        if not wanted:
-            raise UserError(f"shown_adapters needs at least one of {names(self.adapters)}")
         return tuple(name for name in self.adapters if name in wanted)
 
     def _span(self, name: str, value: Any) -> tuple[float, ...]:
         """Return two numbers: whole ones for a selection."""
         kind = int if name == "selection" else float
-        if value is None or len(value) == 0:
-            return ()
-        if len(value) != 2 or not all(_is_number(one) for one in value):
-            raise UserError(f"{name} is (start, stop) in tokens, or () for none, not {value!r}")
-        start, stop = (kind(one) for one in value)
-        if not 0 <= start < stop <= self.num_tokens:
+        pair = _pair(value, f"{name} is (start, stop) in tokens, or () for none")
+        if pair and not 0 <= pair[0] < pair[1] <= self.num_tokens:
             raise UserError(f"{name} {value!r} is no span of the {self.num_tokens} tokens: 0 ≤ start < stop is needed")
-        return (start, stop)
+        return tuple(map(kind, pair))
 
     def _layers(self, value: Any) -> tuple[int, ...]:
-        if value is None or len(value) == 0:
-            return ()
-        if len(value) != 2 or not all(_is_number(one) for one in value):
-            raise UserError(f"layers is (first, last), or () for all, not {value!r}")
-        return int(value[0]), int(value[1])
+        return tuple(map(int, _pair(value, "layers is (first, last), or () for all")))
 
 
-def _is_number(value: Any) -> bool:
+def require_quantity(name: Any, known: Iterable[str]) -> str:
+    """Return the name of something that a trace can be explored by.
+
+    Raises:
+        UserError: it was not recorded.
+    """
+    if name not in known:
+        raise UserError(
+            f"this trace has no {name!r} to explore{nearest(name, known)}; it has {names(list(known))}. "
+            "engine.record('scalings', 'delta_norm') records both"
+        )
+    return name
+
+
+def _pair(value: Any, expected: str) -> tuple[Any, ...]:
+    """Return two numbers, or none for None and ().
+
+    Raises:
+        UserError: anything else; the message begins with `expected`.
+    """
+    if value is None:
+        return ()
     try:
-        return float(value) == float(value) and not isinstance(value, str)
+        pair = tuple(value)
+        fits = not isinstance(value, str) and len(pair) in (0, 2) and all(float(one) == float(one) for one in pair)
     except (TypeError, ValueError):
-        return False
+        fits = False
+    if not fits:
+        raise UserError(f"{expected}, not {value!r}")
+    return pair
 
 
 def _is_within(layer: int | None, layers: Sequence[int]) -> bool:

@@ -14,7 +14,7 @@ from traitlets import Any as AnyTrait
 from traitlets import Bool, Bytes, Dict, Unicode, observe, validate
 
 from workbench.display import explore_answers, page
-from workbench.display.explore_settings import QUIET, SETTINGS, Settings
+from workbench.display.explore_settings import QUIET, SETTINGS, Settings, require_quantity
 from workbench.display.explore_source import Source, source_of
 from workbench.display.explore_state import BUDGET_BYTES, SCALINGS, quantities, state
 from workbench.display.labels import TITLE
@@ -178,12 +178,7 @@ class Explore(anywidget.AnyWidget):
     def _load(self, quantity: str) -> dict[str, Any]:
         """Return what is sent about a quantity of the trace, and keep what the settings are checked against."""
         found = quantities(self._trace)
-        if quantity not in found:
-            raise UserError(
-                f"this trace has no {quantity!r} to explore{nearest(quantity, found)}; it has {names(list(found))}. "
-                "engine.record('scalings', 'delta_norm') records both"
-            )
-        self._quantity = found[quantity]
+        self._quantity = found[require_quantity(quantity, found)]
         self._limits = Settings(self._trace.num_tokens, self._quantity.sites, self._quantity.adapters, tuple(found))
         self._heading = self._title or TITLE
         self._serial += 1
