@@ -1,13 +1,15 @@
-"""Texts for fidelity: passages that come with the demo, or a user's own.
+"""Texts for fidelity: passages of the texts that come with the demo, or of a user's own.
 
-A set of texts is named "single" (one domain each), "single:german", "switching" (the domain changes in the middle),
-"long", or is a file: plain text, or JSONL with an object per line: `text`, and, if you like, `name` and `domain`.
+A set of texts is "single" (pieces of one domain each), "single:german" (of that domain), "switching" (the first half of
+one domain, the second of another, every ordered pair), or a file: plain text, or JSONL with an object per line: `text`,
+and, if you like, `name` and `domain`. "long" is "single" under another name, for points with long passages.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +21,9 @@ from workbench.sweep.point import PointSettings
 if TYPE_CHECKING:
     from workbench.engine import Engine
 
-SETS = ("single", "switching", "long")
-_FILE = "texts.json"
+SWITCHING = "switching"
+SETS = ("single", SWITCHING, "long")
+_FILE, _BREAK = "texts.json", "\n\n"
 _LINE_KEYS = ("text", "name", "domain")
 
 
@@ -58,21 +61,47 @@ def passages_of(point: PointSettings, engine: Engine) -> list[Passage]:
     if engine.tokenizer is None:
         raise UserError(f"base {engine.base_id!r} has no tokenizer: texts cannot be scored on it")
     wanted, prefix = point.passage_tokens, point.prefix_tokens
-    pieces: list[Passage] = []
-    for text in texts_of(point.texts):
-        ids = list(engine.tokenizer(text.text, add_special_tokens=False)["input_ids"])
-        # a switch in the middle of the text must stay in the middle of the passage
-        starts = [(len(ids) - wanted) // 2] if text.domain.count(">") else range(0, len(ids) - wanted + 1, wanted)
-        for start in starts:
-            if start >= 0:
-                part = ids[start : start + wanted]
-                pieces.append(Passage(f"{text.name}@{start}", text.domain, part[:prefix], part[prefix:]))
+    encoded = [(text, _encode(engine, text.text)) for text in texts_of(point.texts)]
+    if point.texts == SWITCHING:
+        pieces = list(_switching(encoded, wanted, _encode(engine, _BREAK), prefix))
+    else:
+        pieces = [
+            _cut(f"{text.name}@{start}", text.domain, ids[start : start + wanted], prefix)
+            for text, ids in encoded for start in range(0, len(ids) - wanted + 1, wanted)
+        ]
     if not pieces:
         raise UserError(f"texts {point.texts!r}: none has {wanted} tokens; lower passage_tokens, or give longer texts")
     if len(pieces) < point.passages:
         raise UserError(f"texts {point.texts!r} make {len(pieces)} passages of {wanted} tokens, fewer than the "
                         f"{point.passages} asked for; lower passages or passage_tokens")
     return spread(pieces, point.passages)
+
+
+def _switching(
+    encoded: Sequence[tuple[Text, list[int]]], wanted: int, between: list[int], prefix: int
+) -> Iterator[Passage]:
+    """Yield passages that begin in one domain and go on in another, every ordered pair, then the next pieces."""
+    first = wanted // 2 - len(between)
+    second = wanted - wanted // 2
+    for number in itertools.count():
+        made = False
+        for (one, head), (other, tail) in itertools.permutations(encoded, 2):
+            start = number * second
+            if one.domain == other.domain or start + second > min(len(head), len(tail)):
+                continue
+            ids = head[start : start + first] + between + tail[start : start + second]
+            yield _cut(f"{one.name}@{start}>{other.name}@{start}", f"{one.domain}>{other.domain}", ids, prefix)
+            made = True
+        if not made:
+            return
+
+
+def _cut(name: str, domain: str, ids: list[int], prefix: int) -> Passage:
+    return Passage(name, domain, ids[:prefix], ids[prefix:])
+
+
+def _encode(engine: Engine, text: str) -> list[int]:
+    return list(engine.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def spread(pieces: Sequence[Passage], count: int) -> list[Passage]:
@@ -98,7 +127,8 @@ def texts_of(name: str) -> list[Text]:
     if kind in SETS:
         from workbench import hub
 
-        found = [Text(**each) for each in read_json(hub.resolve_mixture(hub.DEMO) / _FILE, "the demo's texts")[kind]]
+        data = read_json(hub.resolve_mixture(hub.DEMO) / _FILE, "the demo's texts")
+        found = [Text(**each) for each in data["texts"]]
         if domain:
             domains = list(dict.fromkeys(text.domain for text in found))
             if domain not in domains:
