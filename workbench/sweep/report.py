@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 THROUGHPUT = {
     "tok_s": ("tok/s", 1), "ttft_ms_p50": ("first token ms, median", 0), "ttft_ms_p95": ("95 %", 0),
     "time_per_token_ms_p50": ("ms/token, median", 1), "time_per_token_ms_p95": ("95 %", 1),
-    "forwards_per_token": ("forwards/token", 2), "goodput_requests_s": ("goodput req/s", 2), "fairness": ("fairness", 3),
+    "forwards_per_token": ("forwards/token", 2), "goodput_requests_s": ("goodput req/s", 2),
+    "fairness": ("fairness", 3),
 }  # fmt: skip
 FIDELITY = {
     "kl": ("KL, nats/token", 5), "top1": ("same top token", 4), "perplexity": ("perplexity", 2),
@@ -41,7 +42,8 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --line: #343b44; --muted: #9198a1; }
   body { background: #0d1117; color: #e6edf3; } }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1100px; padding: 16px; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13.5px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13.5px; }
 th, td { padding: 4px 10px; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } img { max-width: 100%; height: auto; background: #fff; }
 pre { padding: 10px; border: 1px solid var(--line); border-radius: 6px; overflow-x: auto; }
@@ -157,7 +159,8 @@ def _table(grid: Grid, points: Sequence[PointSettings], done: pd.DataFrame, figu
     present = {key: form for key, form in figures.items() if key in done and done[key].notna().any()}
     varied = [key for key in grid.varied if len({getattr(point, key) for point in points}) > 1]
     base = next((point for point in grid.baseline_points() if point in points), None)
-    rows = [["point", *(heading for heading, _ in present.values()), *(["tok/s against baseline"] if base else []), "n"]]
+    headings = [heading for heading, _ in present.values()]
+    rows = [["point", *headings, *(["tok/s against baseline"] if base else []), "n"]]
     for point in points:
         own = done[done.point == point.id]
         cells = [point.label(varied)]
