@@ -62,7 +62,10 @@ const model = {
 };
 Object.assign(own, take(JSON.parse(document.querySelector("#state").textContent)));
 window.lwModel = model;
+const began = performance.now();
 window.lwLeave = render({ model, el: document.querySelector("#view") });
+// how long the first picture took, in milliseconds
+window.lwTook = performance.now() - began;
 const listen = async () => {
   for (const message of await window.lwFromPython()) {
     if (message.method === "custom") tell("msg:custom", message.content, message.buffers.map(decode));

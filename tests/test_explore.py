@@ -323,10 +323,10 @@ def test_questions_about_another_trace_or_without_sense_get_no_answer(run) -> No
 
 
 def test_the_static_twin_is_this_view_in_one_file(tmp_path) -> None:
-    view = explore(make_trace(3), selection=(5, 9), mode="spanish", title="<b>it</b>")
+    view = explore(small_trace(adapters=3), selection=(1, 3), mode="adapter_2", title="<b>it</b>")
     html = view.save(tmp_path / "view.html").read_text(encoding="utf-8")
     held = json.loads(re.search(r"const state = (\{.*\});\n", html).group(1))
-    assert (held["view"], held["selection"], held["mode"]) == ("explore", [5, 9], "spanish")
+    assert (held["view"], held["selection"], held["mode"]) == ("explore", [1, 3], "adapter_2")
     codes = np.frombuffer(base64.b64decode(held["codes"]), np.uint8)
     np.testing.assert_array_equal(codes, np.frombuffer(view.codes, np.uint8))
     assert "<b>it</b>" not in html and "renderExplore" in html and "renderScalings" not in html
