@@ -55,6 +55,7 @@ _HOME = {
     "RunWriter": "workbench.instrument.run_writer",
     "Sampling": "workbench.engine",
     "show": "workbench.display",
+    "sweep_view": "workbench.display.sweep_view",
     "Trace": "workbench.instrument.trace",
     "UserError": "workbench.errors",
 }
@@ -94,6 +95,7 @@ __all__ = [
     "RunWriter",
     "Sampling",
     "show",
+    "sweep_view",
     "Trace",
     "UserError",
 ]
@@ -113,6 +115,7 @@ if TYPE_CHECKING:
     )
     from workbench.config import EngineConfig
     from workbench.display import Explore, explore, figures, show
+    from workbench.display.sweep_view import sweep_view
     from workbench.engine import Chat, Completion, Engine, Handle, Sampling
     from workbench.errors import UserError
     from workbench.instrument.comparison import Comparison

@@ -52,6 +52,7 @@ VIEW_PARTS = {
     "explore": ("canvas.js", "explore_data.js", "explore_map.js", "explore_panels.js", "explore.js"),
     "console": ("live.js", "console.js"),
     "compare_live": ("live.js", "compare_live.js"),
+    "sweep": ("sweep_data.js", "sweep_chart.js", "sweep.js"),
 }
 LAST_PART = "view.js"
 FIRST_STYLES = ("base.css",)
@@ -60,6 +61,7 @@ VIEW_STYLES = {
     "explore": ("scalings.css", "explore.css"),
     "console": ("scalings.css", "console.css"),
     "compare_live": ("scalings.css", "console.css"),
+    "sweep": ("sweep.css",),
 }
 
 

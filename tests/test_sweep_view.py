@@ -1,0 +1,251 @@
+"""Points of a sweep: which columns are what, means with intervals, the widget's state and its picture.
+
+Run: pytest tests/test_sweep_view.py
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.display.bootstrap import mean_interval, random_units
+from workbench.display.sweep_figure import log_ticks
+from workbench.display.sweep_points import aggregate, points_of, spelled
+from workbench.display.sweep_view import SweepView, sweep_view
+from workbench.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def grid(repeats: int = 4) -> pd.DataFrame:
+    """Return xlora and lora at five k, one of them none, with two metrics."""
+    rng = np.random.default_rng(0)
+    places = [(mode, k, r) for mode in ("xlora", "lora") for k in (None, 8, 0, 1, 2) for r in range(repeats)]
+    frame = pd.DataFrame(places, columns=["mode", "k", "repeat"])
+    cost = frame["k"].fillna(20)
+    return frame.assign(tok_s=60 - cost + rng.normal(size=len(frame)), kl=0.1 + rng.random(len(frame)))
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=80))
+def test_an_interval_holds_its_mean_and_lies_within_the_values(values):
+    found = mean_interval(np.array(values))
+    assert found.n == len(values) and found.value == pytest.approx(np.mean(values), abs=1e-6, rel=1e-9)
+    if found.n == 1:
+        assert np.isnan(found.low) and np.isnan(found.high)
+        return
+    slack = 1e-6 * (1 + abs(found.value))
+    assert found.low <= found.value + slack and found.high >= found.value - slack
+    if found.n <= 64:
+        assert min(values) - slack <= found.low and found.high <= max(values) + slack
+
+
+def test_an_interval_has_the_coverage_it_says():
+    rng = np.random.default_rng(1)
+    samples = rng.normal(5, 2, (300, 30))
+    inside = [found.low <= 5 <= found.high for found in map(mean_interval, samples)]
+    assert 0.88 <= np.mean(inside) <= 0.98
+
+
+def test_values_that_are_not_finite_have_no_part():
+    found = mean_interval(np.array([1.0, np.nan, np.inf, 3.0]))
+    assert (found.value, found.n) == (2.0, 2)
+    assert mean_interval(np.array([np.nan])).n == 0
+
+
+def test_the_generator_is_mulberry32():
+    # of mulberry32(1) in JavaScript
+    state = (1 + np.arange(1, 4, dtype=np.uint64) * 0x6D2B79F5).astype(np.uint32)
+    assert np.allclose(random_units(state), [0.62707394058816, 0.002735721180215478, 0.5274470399599522], atol=1e-15)
+
+
+def test_numbers_are_metrics_and_the_rest_are_axes():
+    points = points_of(grid())
+    assert points.axes == ("mode", "k", "repeat") and points.metrics == ("tok_s", "kl")
+    assert (points.default_x(), points.default_y()) == ("k", "tok_s")
+    assert points.labels("k") == [0, 1, 2, 8, None] and points.labels("mode") == ["xlora", "lora"]
+    named = points_of(grid(), axes=["kl"], metrics=["k"])
+    assert "kl" in named.axes and named.metrics[0] == "k" and "k" not in named.axes
+    flags = points_of(pd.DataFrame({"cached": [True, False, True], "t": [1.5, 2, 3]}))
+    assert flags.axes == ("cached",) and flags.labels("cached") == ["yes", "no"]
+
+
+def test_a_long_table_is_the_wide_one():
+    wide = grid()
+    long = wide.melt(id_vars=["mode", "k", "repeat"], var_name="metric", value_name="value")
+    for y in ("tok_s", "kl"):
+        one, other = (aggregate(points_of(frame), "k", y, "mode") for frame in (wide, long))
+        pd.testing.assert_frame_equal(one, other)
+    without = long.drop(columns="repeat")
+    pd.testing.assert_frame_equal(aggregate(points_of(without), "k", "kl"), aggregate(points_of(wide), "k", "kl"))
+
+
+def test_each_point_is_the_mean_of_its_repeats():
+    frame = grid()
+    frame.loc[(frame["mode"] == "lora") & (frame["k"] == 8), "tok_s"] = [1.0, np.nan, 3.0, np.nan]
+    table = aggregate(points_of(frame), "k", "tok_s", "mode")
+    assert len(table) == 10 and table["series"].tolist()[:5] == ["xlora"] * 5
+    assert [spelled(x) for x in table["x"][:5]] == ["0", "1", "2", "8", "none"]
+    lost = table[(table["series"] == "lora") & (table["x"] == 8)].iloc[0]
+    assert (lost["mean"], lost["n"], lost["lost"]) == (2.0, 2, 2)
+    by_hand = frame[(frame["mode"] == "xlora") & frame["k"].isna()]["tok_s"].mean()
+    assert table.iloc[4]["mean"] == pytest.approx(by_hand)
+    only = aggregate(points_of(frame), "k", "tok_s", "mode", where={"mode": ["lora"], "k": [None, 1]})
+    assert len(only) == 2 and set(only["series"]) == {"lora"}
+
+
+def test_a_mean_over_another_axis_is_said():
+    view = sweep_view(grid(), x="k", series=None)
+    assert view.warnings() == ["Each point is a mean over mode (2 values) as well: split or filter by it."]
+    assert sweep_view(grid(), x="k", series=None, where={"mode": "lora"}).warnings() == []
+    assert sweep_view(grid()).series == "mode"
+
+
+def test_what_the_page_is_sent():
+    view = sweep_view(grid(), x="k", y="tok_s", series="mode", where={"k": [0, None]}, log_x=True, title="Cost")
+    columns = {entry["name"]: entry for entry in view.columns}
+    codes = np.frombuffer(view.codes, "<i4").reshape(-1, view.num_rows)
+    numbers = np.frombuffer(view.numbers, "<f8").reshape(-1, view.num_rows)
+    assert columns["k"]["labels"] == ["0", "1", "2", "8", "none"]
+    assert columns["k"]["label_values"] == [0, 1, 2, 8, None] and columns["mode"]["label_values"] is None
+    assert [columns["mode"]["labels"][i] for i in codes[columns["mode"]["codes_at"]][:20:4]] == ["xlora"] * 5
+    assert np.array_equal(numbers[columns["tok_s"]["numbers_at"]], view.points.frame["tok_s"])
+    assert (view.x, view.y, view.series, view.filters) == ("k", "tok_s", "mode", {"k": ["0", "none"]})
+    json.dumps([view.columns, view.notes, view.filters, view.themes], allow_nan=False)
+
+
+def test_what_is_chosen_on_the_page_is_what_python_tabulates():
+    view = sweep_view(grid())
+    view.set_state({"y": "kl", "series": "", "filters": {"mode": ["lora"]}})
+    assert list(view.table().columns) == ["x", "mean", "low", "high", "n", "lost"] and view.table()["n"].sum() == 20
+    with pytest.raises(UserError, match="did you mean 'tok_s'"):
+        view.y = "toks"
+    assert view.y == "kl"
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"x": "kk"}, "did you mean 'k'"),
+        ({"y": "mode"}, "holds no numbers"),
+        ({"series": "mod"}, "did you mean 'mode'"),
+        ({"facet": "modes"}, "did you mean 'mode'"),
+        ({"where": {"mode": "loras"}}, "did you mean 'lora'"),
+        ({"where": {"mod": "lora"}}, "did you mean 'mode'"),
+        ({"where": "lora"}, "where maps an axis"),
+        ({"axes": ["kx"]}, "axes names 'kx'"),
+        ({"metrics": ["mode"]}, "holds no numbers"),
+        ({"theme": "drak"}, "did you mean 'dark'"),
+    ],
+)
+def test_unknown_names_give_the_nearest(given, said):
+    with pytest.raises(UserError, match=said):
+        sweep_view(grid(), **given)
+
+
+@pytest.mark.parametrize("source", [3, None, {"a": 1}, [1, 2], "no/such/folder"])
+def test_what_is_no_sweep_is_a_sentence(source):
+    with pytest.raises(UserError, match="a sweep is a DataFrame|no runs at"):
+        sweep_view(source)
+
+
+def test_tables_come_from_files_and_lists(tmp_path):
+    frame = grid()
+    frame.to_parquet(tmp_path / "points.parquet")
+    frame.to_csv(tmp_path / "points.csv", index=False)
+    for source in (str(tmp_path / "points.parquet"), tmp_path / "points.csv", [frame[:20], frame[20:]]):
+        pd.testing.assert_frame_equal(sweep_view(source).table(), sweep_view(frame).table())
+    (tmp_path / "bad.parquet").write_bytes(b"nothing")
+    with pytest.raises(UserError, match="cannot be read as a table"):
+        sweep_view(tmp_path / "bad.parquet")
+    indexed = frame.set_index(["mode", "k"])
+    assert sweep_view(indexed).points.axes[:2] == ("mode", "k")
+    with pytest.raises(UserError, match="repeated: 'k'"):
+        sweep_view(pd.concat([frame, frame["k"]], axis=1))
+
+
+def test_runs_are_points(tmp_path):
+    from workbench.instrument.run_writer import RunWriter
+
+    for number, k in enumerate([None, None, 0, 0]):
+        meta = {"settings": {"k": k, "engine": {"dtype": "float32"}}, "seed": number}
+        with RunWriter(tmp_path / f"run-{number}", meta=meta) as writer:
+            drafts = {"drafts_accepted": 1, "drafts_rejected": 3}
+            writer.step({"step": 0, "duration_ms": 100.0, "tokens": 2 + number, **drafts})
+            writer.request({"request_id": "a", "ttft_s": 0.5, "prompt_tokens": 4, "cached_tokens": 1})
+    view = sweep_view(tmp_path, x="k", y="tok_s")
+    table = view.table()
+    assert table["mean"].tolist() == [45, 25] and table["n"].tolist() == [2, 2]
+    frame = view.points.frame
+    assert frame["ttft_ms"].tolist() == [500.0] * 4 and frame["accepted_share"].tolist() == [0.25] * 4
+    assert frame["cached_share"].tolist() == [0.25] * 4 and "requests" not in view.points.axes
+    assert "engine.dtype" in view.points.axes and np.isnan(frame["reused_share"]).all()
+    with RunWriter(tmp_path / "open", meta={"settings": {"k": 3}}) as writer:
+        writer.step({"step": 0, "duration_ms": 100.0, "tokens": 1})
+        assert "Not complete: 'open (running)'." in sweep_view(tmp_path).notes
+
+
+def lines_of(picture) -> list:
+    return [line for axes in picture.figure.axes for line in axes.lines if len(line.get_xdata()) > 2]
+
+
+def test_the_picture_has_the_tables_numbers():
+    view = sweep_view(grid(), log_y=False)
+    picture = view.show()
+    table = view.table()
+    xlora = table[table["series"] == "xlora"]
+    drawn = [line.get_ydata() for line in lines_of(picture)]
+    assert any(len(y) == 4 and np.allclose(y, xlora["mean"][:4]) for y in drawn)
+    assert f"k none: {xlora['mean'].iloc[4]:.4g}, 95 % interval {xlora['low'].iloc[4]:.4g}" in picture.description
+    texts = [text.get_text() for axes in picture.figure.axes for text in (*axes.texts, *axes.get_xticklabels())]
+    assert {"xlora", "lora", "none", "8"} <= set(texts)
+
+
+def test_forty_series_one_repeat_one_point_and_nothing():
+    many = pd.DataFrame([{"who": f"w{i}", "n": n, "y": i + n / 7} for i in range(40) for n in (1, 2, 3)])
+    view = sweep_view(many, x="n", series="who")
+    assert "12 of 40 series are drawn" in " ".join(text.get_text() for text in view.show().figure.texts)
+    assert "One repeat per point (n = 1)" in " ".join(text.get_text() for text in view.show().figure.texts)
+    one = sweep_view(pd.DataFrame([{"k": 1, "y": 2.5}]), x="k", y="y")
+    assert len(one.table()) == 1 and "one repeat, no interval" in one.show().description
+    empty = sweep_view(pd.DataFrame())
+    assert "the table is empty" in empty.show().description
+    with pytest.raises(UserError, match="nothing to tabulate"):
+        empty.table()
+    assert "no column holds numbers" in sweep_view(pd.DataFrame({"a": ["x", "y"]})).show().description
+    nobody = sweep_view(grid())
+    nobody.filters = {"mode": []}
+    assert "filters exclude all 40" in nobody.show().description
+    missing = sweep_view(pd.DataFrame({"k": [0, 0, 1, 1], "y": [np.nan] * 4}), x="k", y="y", metrics=["y"])
+    assert missing.show().png and "4 rows have no y" in " ".join(missing.warnings())
+
+
+def test_logarithmic_axes_leave_out_what_they_cannot_show():
+    view = sweep_view(grid(), log_x=True, log_y=True)
+    said = " ".join(text.get_text() for text in view.show().figure.texts)
+    assert "2 points at or below 0 have no place" in said
+    assert log_ticks(0.5, 2000) == [1, 10, 100, 1000] and log_ticks(2, 30) == [2, 5, 10, 20]
+    assert log_ticks(1.2, 3.5) == [1.5, 2, 3]
+
+
+def test_panels_and_labels_of_any_text():
+    frame = grid().replace({"mode": {"lora": "<script>$x^2$\n", "xlora": "שלום"}})
+    view = sweep_view(frame, series=None, facet="mode")
+    picture = view.show()
+    titles = [axes.get_title(loc="left") for axes in picture.figure.axes]
+    assert any("<script>$x^2$" in title for title in titles) and picture.png
+
+
+def test_files(tmp_path):
+    view = sweep_view(grid())
+    for suffix in (".png", ".svg", ".pdf", ".html"):
+        assert view.save(tmp_path / f"sweep{suffix}").stat().st_size > 5000
+    html = (tmp_path / "sweep.html").read_text()
+    assert "renderSweep" in html and "renderConsole" not in html
+    with pytest.raises(UserError, match="a picture is one of"):
+        view.save(tmp_path / "sweep.jpeg")
+    assert isinstance(view, SweepView) and "sweep" in SweepView._esm.__str__()
