@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from workbench.display.drawing import (
+    MAX_ROWS,
     RIGHT_IN,
     TokenLines,
     adapter_heading,
@@ -16,8 +17,8 @@ from workbench.display.drawing import (
     site_axes,
     site_extent,
 )
-from workbench.display.labels import badges, keyed, short, visible
-from workbench.display.legend import leading_adapters
+from workbench.display.labels import badges, short, visible
+from workbench.display.leading import leading_adapters, row_names, with_others
 from workbench.display.marks import leader_bars
 from workbench.display.palette import LIGHT
 from workbench.display.picture import Picture
@@ -175,13 +176,16 @@ def _lines(found: Difference, labels: tuple[str, str]) -> list[str]:
         known = [trace.metadata.get(key) for key in ("mixture", "policy", "dtype", "request_id")]
         facts.append(f"{label}: {', '.join(str(one) for one in known if one is not None) or 'no metadata'}")
     bases = [trace.metadata.get("base") for trace in (found.one, found.other)]
-    facts.append(f"base: {bases[0]}" if bases[0] == bases[1] else f"bases differ: {bases[0]} | {bases[1]}")
+    if bases[0] != bases[1]:
+        facts.append(f"bases differ: {bases[0]} | {bases[1]}")
+    elif bases[0] is not None:
+        facts.append(f"base: {bases[0]}")
     return [" · ".join(facts), _extent(found), _amount(found)]
 
 
 def _extent(found: Difference) -> str:
     compared = int((~np.isnan(found.values).all((1, 2))).sum())
-    text = f"Compared: {compared} tokens that both have read."
+    text = f"Compared: {compared} {'token' if compared == 1 else 'tokens'} that both have read."
     if found.part is not None:
         text += f" The texts part at token {found.part}: "
         text += " | ".join(_text(trace, found.part) for trace in (found.one, found.other))
@@ -225,6 +229,7 @@ def _explain(sheet: Sheet, top: float, labels: tuple[str, str], floor: float) ->
 
 def _token_lines(sheet: Sheet, found: Difference, scale: Scale, top: float) -> float:
     means = nan_mean(found.values, 1)  # [token, adapter]
+    shown, means = with_others(means, nan_mean(np.abs(means), 0), MAX_ROWS)
     other = found.other.leading()
 
     def leaders(axes: Axes, trace: Trace, start: int, stop: int) -> None:
@@ -241,8 +246,7 @@ def _token_lines(sheet: Sheet, found: Difference, scale: Scale, top: float) -> f
 
     half = scale.high / 2
     marks = (("+", means >= half), ("_", means <= -half))
-    rows = keyed(tuple(map(visible, found.one.adapters)))
-    lines = TokenLines(found.one, means, rows, scale, leaders, marks)
+    lines = TokenLines(found.one, means, row_names(shown, found.one.adapters), scale, leaders, marks)
     lines.strip_in = 0.34
     return lines.draw(sheet, top + 0.2)
 
@@ -261,7 +265,7 @@ def _panels(sheet: Sheet, found: Difference, scale: Scale, top: float) -> float:
         heatmap(axes, found.values[:, :, index].T, site_extent(found.one), scale)
         name = visible(found.one.adapters[index])
         size = "no values" if np.isnan(amount[index]) else f"mean |difference| {amount[index]:.2g}"
-        adapter_heading(axes, index, f"{name}  {size}")
+        adapter_heading(axes, index, name, size)
         site_axes(axes, found.one)
         if found.part is not None:
             axes.axvline(found.part - 0.5, color=LIGHT.above, lw=1.3)

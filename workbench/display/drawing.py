@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from matplotlib import patheffects
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from workbench.display.fonts import MONO
-from workbench.display.labels import layer_of, layer_runs, layer_ticks, runs, short
+from workbench.display.labels import layer_of, layer_runs, layer_ticks, runs, short, visible
 from workbench.display.marks import (
     COMPUTED,
     NO_SOURCE,
@@ -25,13 +26,13 @@ from workbench.display.marks import (
 )
 from workbench.display.palette import LIGHT, adapter_colour, rgb
 from workbench.display.scales import SCALINGS, Scale
-from workbench.display.sheet import DPI, Sheet, cut, heading, label, ticks
+from workbench.display.sheet import DPI, Sheet, heading, label, shortened, ticks
 from workbench.instrument.trace import Trace
 
 LEFT_IN, RIGHT_IN = 1.35, 0.15
 LINE_TOKENS = 72  # as many token texts as stay legible side by side on one line
 MAX_LINES = 6
-MAX_ROW_LABELS = 40
+MAX_ROWS = 24  # as many adapters as are told apart in the rows of a token line
 STRIP_IN = 0.26
 
 
@@ -57,7 +58,7 @@ def line_spans(num_tokens: int) -> list[tuple[int, int]]:
 
 def row_in(num_rows: int) -> float:
     """Return the height of one adapter's row in a token line."""
-    return 0.19 if num_rows <= 12 else max(0.03, 2.3 / num_rows)
+    return 0.19 if num_rows <= 12 else 0.115
 
 
 class TokenLines:
@@ -119,13 +120,10 @@ class TokenLines:
 
 
 def row_axis(axes: Axes, rows: Sequence[str]) -> None:
-    """Name the rows of a heatmap, or only count them where the names would not fit."""
-    if len(rows) <= MAX_ROW_LABELS:
-        ticks(axes, "y", range(len(rows)), [cut(row, 18) for row in rows], 7.5)
-        axes.tick_params(axis="y", length=0, pad=2, labelcolor=LIGHT.ink)
-    else:
-        axes.set_yticks([])
-        label(axes, y=f"{len(rows)} adapters")
+    """Name the rows of a heatmap."""
+    size, limit = (7.5, 17) if len(rows) <= 12 else (6, 21)
+    ticks(axes, "y", range(len(rows)), [shortened(row, limit) for row in rows], size)
+    axes.tick_params(axis="y", length=0, pad=2, labelcolor=LIGHT.ink)
 
 
 def token_axis(axes: Axes, trace: Trace, start: int, stop: int, has_texts: bool) -> None:
@@ -136,7 +134,7 @@ def token_axis(axes: Axes, trace: Trace, start: int, stop: int, has_texts: bool)
         axes.tick_params(axis="x", rotation=90, labelcolor=LIGHT.ink, length=0, pad=2)
     else:
         label(axes, x="token")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_locator(whole_numbers(12))
         axes.tick_params(axis="x", labelsize=7, length=0, pad=2)
 
 
@@ -163,7 +161,9 @@ def boundary(axes: Axes, trace: Trace, start: int, stop: int, named: Axes | None
     at = trace.prompt_tokens
     if start < at < stop:
         for one in {axes, named} - {None}:
-            one.axvline(at - 0.5, color=LIGHT.ink, lw=1.1, clip_on=False)
+            # light beside dark: it is seen on both ends of the scale
+            around = [patheffects.withStroke(linewidth=2.4, foreground=LIGHT.page)]
+            one.axvline(at - 0.5, color=LIGHT.ink, lw=1.1, clip_on=False, path_effects=around)
     if named is not None:
         name_parts(named, trace, start, stop)
 
@@ -190,16 +190,17 @@ def site_panel(axes: Axes, trace: Trace, adapter: int) -> None:
     """Draw every site of one adapter over all tokens, with the sites grouped by layer."""
     heatmap(axes, trace.values[:, :, adapter].T, site_extent(trace))
     name = trace.adapters[adapter]
-    adapter_heading(axes, adapter, f"{name}  {percent(trace.share()[name])}")
+    adapter_heading(axes, adapter, visible(name), percent(trace.share()[name]))
     site_axes(axes, trace)
 
 
-def adapter_heading(axes: Axes, adapter: int, text: str) -> None:
-    """Write an adapter's letter in its colour, and a text beside it, above a panel."""
+def adapter_heading(axes: Axes, adapter: int, name: str, note: str) -> None:
+    """Write an adapter's letter in its colour, its name, and a note, above a panel."""
     letter_chip(axes, adapter, (0, 1), (3, 6), xycoords="axes fraction")
     room_in = axes.get_window_extent().width / DPI
-    x = (0.16 + 0.07 * len(key(adapter))) / room_in
-    heading(axes, cut(text, max(8, int(room_in / 0.075) - 3)), 8.5, pad=4, x=x)
+    left_in = 0.16 + 0.07 * len(key(adapter))
+    room = int((room_in - left_in) / 0.075) - len(note) - 2
+    heading(axes, f"{shortened(name, max(6, room))}  {note}", 8.5, pad=4, x=left_in / room_in)
 
 
 def leader_panel(axes: Axes, trace: Trace) -> None:
@@ -229,9 +230,14 @@ def site_axes(axes: Axes, trace: Trace) -> None:
     axes.set_yticks([first - 0.5 for _, first, _ in layer_runs(layers)], minor=True)
     axes.tick_params(axis="both", which="major", length=0, pad=2, labelsize=6.5)
     axes.tick_params(axis="y", which="minor", length=2, width=0.4)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(whole_numbers(10))
     label(axes, x="token", y="layer")
     boundary(axes, trace, 0, trace.num_tokens)
+
+
+def whole_numbers(most: int) -> MaxNLocator:
+    """Return a locator of at most about `most` round whole numbers, of one if there is but one."""
+    return MaxNLocator(nbins=most, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
 
 
 def percent(share: float) -> str:

@@ -5,6 +5,7 @@ Matplotlib picks the font glyph by glyph. A character that no font of the list h
 
 from __future__ import annotations
 
+import unicodedata
 from functools import cache
 
 from matplotlib import font_manager
@@ -32,9 +33,13 @@ def families(first: str = SANS) -> tuple[str, ...]:
 
 
 def drawable(text: str, family: str = SANS) -> str:
-    """Return `text` with a box for every character that none of the fonts has."""
+    """Return `text` with a box for every character that none of the fonts has, or that would act and not show."""
     known = _characters(family)
-    return "".join(char if char == "\n" or ord(char) in known else BOX for char in text)
+    return "".join(char if char == "\n" or (ord(char) in known and _shows(char)) else BOX for char in text)
+
+
+def _shows(char: str) -> bool:
+    return unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 @cache

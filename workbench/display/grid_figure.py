@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from workbench.display.drawing import RIGHT_IN, adapter_heading, heatmap, percent
 from workbench.display.fonts import drawable
 from workbench.display.labels import visible
-from workbench.display.legend import leading_adapters
+from workbench.display.leading import leading_adapters
 from workbench.display.marks import ink_on
 from workbench.display.palette import LIGHT
 from workbench.display.picture import Picture
@@ -75,7 +75,7 @@ def _grids(
         group_axis(axes, layers)
         axes.tick_params(length=0, pad=2, labelcolor=LIGHT.ink)
         name = trace.adapters[index]
-        adapter_heading(axes, index, f"{visible(name)}  {percent(trace.share()[name])}")
+        adapter_heading(axes, index, visible(name), percent(trace.share()[name]))
         if len(chosen) == 1 and width / values.shape[1] > 0.2:
             _numbers(axes, values)
     return top + (height + 0.75) * -(-len(chosen) // columns) - 0.2

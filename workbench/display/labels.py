@@ -38,9 +38,20 @@ def visible(text: str) -> str:
 
 
 def short(text: str, limit: int = 14) -> str:
-    """Return `text` on one line, at most `limit` characters, for ticks and readouts."""
+    """Return `text` on one line, at most `limit` columns wide, for ticks and readouts."""
     line = visible(text).replace("\n", "").replace("\t", "").replace(" ", "·")
-    return line if len(line) <= limit else line[: limit - 1] + "…"
+    if columns(line) <= limit:
+        return line
+    room = limit - 1
+    while columns(line[:room]) > limit - 1:
+        room -= 1
+    return line[:room] + "…"
+
+
+def columns(text: str) -> int:
+    """Return how many terminal columns `text` takes: two for a wide character, none for a combining one."""
+    wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
+    return len(text) + wide - sum(unicodedata.category(char) in ("Mn", "Me", "Cf") for char in text)
 
 
 def _visible_char(char: str) -> str:

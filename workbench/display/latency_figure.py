@@ -14,7 +14,7 @@ from workbench.display.labels import visible
 from workbench.display.marks import MARKERS, colour, edge, key
 from workbench.display.palette import LIGHT
 from workbench.display.picture import Picture
-from workbench.display.sheet import Sheet, cut, head, heading, label, open_axes, styled, ticks
+from workbench.display.sheet import Sheet, head, heading, label, open_axes, shortened, styled, ticks
 from workbench.display.tables import numbers, run_facts, table
 
 COLUMNS = ("adapter", "mixture", "ttft_s", "total_s", "completion_tokens")
@@ -115,7 +115,7 @@ def _strip(axes: Axes, groups: list[Group], seconds: np.ndarray) -> None:
             axes.plot([middle], [row], "|", color=LIGHT.ink, markersize=10, markeredgewidth=1.6, zorder=4)
         else:
             axes.text(top * 0.02, row, "no times", fontsize=6.5, color=LIGHT.muted, va="center")
-    texts = [f"{'' if group.index is None else key(group.index) + ' '}{cut(visible(group.name), 20)} "
+    texts = [f"{'' if group.index is None else key(group.index) + ' '}{shortened(visible(group.name), 20)} "
              f"({len(group.rows)})" for group in groups]  # fmt: skip
     ticks(axes, "y", range(len(groups)), texts)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))

@@ -9,12 +9,14 @@ import numpy as np
 from workbench.display.drawing import percent
 from workbench.display.fonts import drawable
 from workbench.display.labels import visible
+from workbench.display.leading import leading_adapters
 from workbench.display.marks import COMPUTED, NO_SOURCE, OTHERS_INDEX, REUSED, key, line_sample, source_cell, swatch
 from workbench.display.palette import LIGHT
-from workbench.display.sheet import MARGIN_IN, Sheet, cut, plain
+from workbench.display.sheet import MARGIN_IN, Sheet, plain, shortened
 from workbench.instrument.trace import Trace
 
 COLUMNS, COLUMN_IN, ROW_IN = 4, 1.9, 0.2
+CHAR_IN = 0.07  # the width of a character of an entry
 MOST = 5 * COLUMNS
 SOURCES = (
     ("scalings computed for this token", COMPUTED),
@@ -38,7 +40,8 @@ def legend(
         shown: the adapters drawn by name; the others are one entry. None names as many as fit.
     """
     shares = np.array(list(trace.share().values()))
-    entries = _entries(trace, shares, shown)
+    indent = 0.36 if lines else 0.24
+    entries = _entries(trace, shares, shown, COLUMN_IN - indent)
     rows = -(-len(entries) // COLUMNS)
     height = ROW_IN * (rows + sources)
     axes = sheet.axes(MARGIN_IN, top, COLUMNS * COLUMN_IN, height)
@@ -51,30 +54,30 @@ def legend(
             line_sample(axes, index, x, y, 0.3)
         else:
             swatch(axes, index, (x, y - 0.055), (0.17, 0.11))
-        plain(axes.text(x + (0.36 if lines else 0.24), y, drawable(text), va="center", fontsize=8))
+        plain(axes.text(x + indent, y, drawable(text), va="center", fontsize=8))
     if sources:
         _sources(axes, rows * ROW_IN + 0.1, len(trace.adapters))
     return top + height
 
 
-def _entries(trace: Trace, shares: np.ndarray, shown: Sequence[int] | None) -> list[tuple[int, str]]:
+def _entries(
+    trace: Trace, shares: np.ndarray, shown: Sequence[int] | None, room_in: float
+) -> list[tuple[int, str]]:
     """Return `(adapter, text)` of each entry; the last one may stand for all the others."""
     count = len(trace.adapters)
     if shown is None:
         shown = range(count) if count <= MOST else leading_adapters(shares, MOST - 1)
-    entries = [(i, f"{key(i)} {cut(visible(trace.adapters[i]), 18)}  {percent(shares[i])}") for i in shown]
+    entries = []
+    for index in shown:
+        share = percent(shares[index])
+        room = int(room_in / CHAR_IN) - len(key(index)) - len(share) - 3
+        entries.append((index, f"{key(index)} {shortened(visible(trace.adapters[index]), room)}  {share}"))
     others = [i for i in range(count) if i not in set(shown)]
     if others:
         total = shares[others]
         text = percent(np.nan if np.isnan(total).all() else float(np.nansum(total)))
         entries.append((OTHERS_INDEX, f"… {len(others)} others  {text} together"))
     return entries
-
-
-def leading_adapters(shares: np.ndarray, most: int) -> tuple[int, ...]:
-    """Return the adapters with the largest shares, at most `most`, in the trace's order."""
-    order = np.argsort(-np.nan_to_num(np.asarray(shares, np.float64), nan=-np.inf), kind="stable")
-    return tuple(sorted(order[:most].tolist()))
 
 
 def _sources(axes, y: float, num_adapters: int) -> None:

@@ -9,12 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from workbench.display.drawing import whole_numbers
 from workbench.display.fonts import drawable
 from workbench.display.labels import runs, visible
 from workbench.display.marks import colour, edge, ink_on, key
 from workbench.display.palette import LIGHT
 from workbench.display.picture import Picture
-from workbench.display.sheet import DPI, Sheet, cut, head, heading, label, open_axes, plain, styled, ticks
+from workbench.display.sheet import DPI, Sheet, head, heading, label, open_axes, plain, shortened, styled, ticks
 from workbench.instrument.memory_state import (
     CACHED,
     FREE,
@@ -155,7 +156,7 @@ def _slot(axes: Axes, slot: SlotState, start: float, size: float, per_unit: floa
     lines = [f"{key(index)} {visible(slot.adapter)}", f"rank {slot.rank}{marks}"]
     if room < len(key(index)):
         return
-    text = "\n".join(cut(line, room) for line in lines) if room >= 8 else key(index)
+    text = "\n".join(shortened(line, room) for line in lines) if room >= 8 else key(index)
     style = {"ha": "center", "va": "center", "fontsize": 7, "color": ink_on(shade)}
     plain(axes.text(start + size / 2, 0.5, drawable(text), **style))
 
@@ -192,7 +193,7 @@ def _pool(axes: Axes, state: MemoryState, stop: int) -> None:
     for first, last in runs(kinds):
         _blocks(axes, [(first, last - first)], (0, 1), int(kinds[first]), stop)
     axes.tick_params(length=0, pad=2, labelcolor=LIGHT.ink)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(whole_numbers(10))
 
 
 def _blocks(axes: Axes, spans: list[tuple[int, int]], rows: tuple[float, float], kind: int, stop: int) -> None:
@@ -214,9 +215,9 @@ def _streams(axes: Axes, state: MemoryState, shown: tuple[int, ...], order: dict
                 _blocks(axes, [(int(part[0]), len(part))], (row - 0.36, 0.72), int(kinds[part[0]]), stop)
         letter = f"{key(order[stream.runs_on])} " if stream.runs_on in order and not stream.is_mixture else ""
         kind = f": {stream.kind}" if stream.is_mixture else ""
-        texts.append(cut(f"{visible(stream.request_id)}: {letter}{visible(stream.runs_on)}{kind}", 25))
+        texts.append(shortened(f"{visible(stream.request_id)}: {letter}{visible(stream.runs_on)}{kind}", 25))
     ticks(axes, "y", range(len(shown)), texts, 7)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(whole_numbers(10))
     label(axes, x=f"block ({state.block_tokens} tokens each)")
     open_axes(axes, grid="x")
 

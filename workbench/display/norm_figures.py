@@ -14,6 +14,7 @@ from matplotlib.ticker import NullLocator
 from workbench.display.drawing import (
     LEFT_IN,
     LINE_TOKENS,
+    MAX_ROWS,
     RIGHT_IN,
     TokenLines,
     boundary,
@@ -24,6 +25,7 @@ from workbench.display.drawing import (
     token_axis,
 )
 from workbench.display.labels import visible
+from workbench.display.leading import row_names, with_others
 from workbench.display.marks import key
 from workbench.display.palette import LIGHT
 from workbench.display.picture import Picture
@@ -60,7 +62,8 @@ def delta_norms(trace: Trace, decades: Sequence[int] = DELTA_DECADES, title: str
     by_token = nan_mean(values, 1)
     through = np.stack([nan_mean(values[:, column], (0, 1)) for column in layers.columns], 1)  # [adapter, layer]
     title = title or "How much each adapter moves the outputs"
-    rows = [f"{key(_place(trace, name, number))} {visible(name)}" for number, name in enumerate(adapters)]
+    words = _delta_words(title, adapters, by_token, layers.labels, through)
+    rows, by_token, through = _rows(trace, adapters, by_token, through)
     with styled():
         sheet = Sheet()
         top = trace_head(sheet, trace, title, [_delta_note(values, scale, len(sites))])
@@ -73,13 +76,19 @@ def delta_norms(trace: Trace, decades: Sequence[int] = DELTA_DECADES, title: str
         row_axis(axes, rows)
         group_axis(axes, layers)
         axes.tick_params(length=0, pad=2, labelcolor=LIGHT.ink)
-        words = _delta_words(title, adapters, by_token, layers.labels, through)
         return Picture(sheet.close(top + 0.25 + height + 0.5), title, words)
 
 
-def _place(trace: Trace, name: str, number: int) -> int:
-    """Return the place of an adapter on the trace's axis, where its letter and colour come from."""
-    return trace.adapters.index(name) if name in trace.adapters else number
+def _rows(
+    trace: Trace, adapters: tuple[str, ...], by_token: np.ndarray, through: np.ndarray
+) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Return the rows' names and values; of many adapters those that move most, and the largest of the others."""
+    means = nan_mean(by_token, 0)
+    shown, by_token = with_others(by_token, means, MAX_ROWS, largest=True)
+    _, through = with_others(through.T, means, MAX_ROWS, largest=True)
+    # letters and colours are those of the trace's axis
+    places = [trace.adapters.index(name) if name in trace.adapters else i for i, name in enumerate(adapters)]
+    return row_names(shown, adapters, "max", [key(place) for place in places]), by_token, through.T
 
 
 def _extra(trace: Trace, name: str, axes: tuple[str, ...]) -> Recorded:

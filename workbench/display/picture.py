@@ -75,7 +75,8 @@ class Picture:
         stream = io.BytesIO()
         with styled():
             self.figure.savefig(stream, format=kind, dpi=DPI, metadata=metadata)
-        return stream.getvalue()
+        made = stream.getvalue()
+        return _readable(made, self.description) if kind == "svg" else made
 
     def save(self, path: str | Path) -> Path:
         """Write a page (.html) or a figure (.png, .svg, .pdf) and return its path.
@@ -91,3 +92,9 @@ class Picture:
 
             return page.page(self.html, self.title).encode()
         return self.png if suffix == ".png" else self.write(suffix[1:])
+
+
+def _readable(svg: bytes, description: str) -> bytes:
+    """Return an SVG that screen readers announce as one image with a description."""
+    words = f"</title>\n <desc>{escape(description)}</desc>".encode()
+    return svg.replace(b"<svg ", b'<svg role="img" ', 1).replace(b"</title>", words, 1)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import unicodedata
 
 import numpy as np
 
-from workbench.display.labels import NEWLINE, TAB, facts, keyed, scale_note, visible
+from workbench.display.labels import NEWLINE, TAB, columns, facts, keyed, scale_note, visible
 from workbench.display.palette import LIGHT, adapter_colour, adapter_key, contrast, rgb
 from workbench.instrument.trace import Trace
 
@@ -93,12 +92,6 @@ def _pieces(text: str) -> list[str]:
     text = text.replace(TAB + "\t", TAB + "   ")
     pieces = text.replace(NEWLINE + "\n", NEWLINE + "\n\0").split("\0")
     return [piece[i : i + 16] for piece in pieces for i in range(0, len(piece), 16)]
-
-
-def columns(text: str) -> int:
-    """Return how many terminal columns `text` takes: two for a wide character, none for a combining one."""
-    wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
-    return len(text) + wide - sum(unicodedata.category(char) in ("Mn", "Me", "Cf") for char in text)
 
 
 def _table(trace: Trace, paint) -> list[str]:

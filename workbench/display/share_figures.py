@@ -9,8 +9,9 @@ from matplotlib.axes import Axes
 
 from workbench.display.drawing import RIGHT_IN, adapter_heading, percent
 from workbench.display.labels import visible
-from workbench.display.legend import leading_adapters, legend
-from workbench.display.marks import OTHERS_INDEX, adapter_line, colour, edge, hatched, ink_on, key
+from workbench.display.leading import with_others
+from workbench.display.legend import legend
+from workbench.display.marks import OTHERS_INDEX, adapter_line, colour, edge, end_letters, hatched, ink_on, key
 from workbench.display.palette import LIGHT
 from workbench.display.picture import Picture
 from workbench.display.sheet import DPI, Sheet, label, open_axes, plain, styled, ticks
@@ -52,15 +53,7 @@ class Shares:
 def shares_of(trace: Trace, groups: Groups, most: int = MOST_PANELS) -> Shares:
     """Return the shares of the adapters that speak most, at most `most`, the last of them all the others together."""
     values = groups.means(trace)  # [token, group, adapter]
-    count = len(trace.adapters)
-    shown = tuple(range(count))
-    if count > most:
-        shown = leading_adapters(nan_mean(values, (0, 1)), most - 1)
-        others = [i for i in range(count) if i not in set(shown)]
-        missing = np.isnan(values[:, :, others]).all(2)
-        rest = np.where(missing, np.nan, np.nansum(values[:, :, others], 2))
-        values = np.concatenate([values[:, :, list(shown)], rest[:, :, None]], 2)
-        shown = (*shown, OTHERS_INDEX)
+    shown, values = with_others(values, nan_mean(values, (0, 1)), most)
     low, high = (np.full(values.shape[1:], np.nan) for _ in PERCENTILES)
     for cell in np.ndindex(*values.shape[1:]):
         held = values[:, cell[0], cell[1]]
@@ -107,7 +100,7 @@ def _share_figure(trace: Trace, title: str, groups: Groups) -> Picture:
         named = [index for index in shares.shown if index != OTHERS_INDEX]
         top = legend(sheet, trace, top, sources=False, shown=named) + 0.22
         if shares.is_whole:
-            stack(sheet.axes(LEFT_IN, top, sheet.width_in - LEFT_IN - RIGHT_IN, STACK_IN), shares)
+            stack(sheet.axes(LEFT_IN, top, sheet.width_in - LEFT_IN - RIGHT_IN - 0.25, STACK_IN), shares)
             top += STACK_IN + 0.72
         top = _panels(sheet, trace, shares, top)
         return Picture(sheet.close(top), title, _words(trace, title, shares))
@@ -120,6 +113,7 @@ def stack(axes: Axes, shares: Shares) -> None:
     box = axes.get_window_extent()
     cell_in = box.width / DPI / len(places)
     bottom = np.zeros(len(places))
+    ends = []
     for column, index in enumerate(shares.shown):
         heights = np.nan_to_num(shares.means[:, column])
         style = {"facecolor": colour(index), "edgecolor": LIGHT.page, "linewidth": 0.5}
@@ -129,7 +123,11 @@ def stack(axes: Axes, shares: Shares) -> None:
             if height * STACK_IN > 0.12 and cell_in * 0.94 > 0.085 * len(text):
                 ink = {"color": ink_on(colour(index)), "fontsize": 6.5, "weight": "bold", "ha": "center"}
                 plain(axes.text(place, bottom[place] + height / 2, text, va="center_baseline", **ink))
+        # beside the last bar, where the bars are too narrow for letters
+        ends.append((index, float(bottom[-1] + heights[-1] / 2) if heights[-1] else np.nan))
         bottom += heights
+    if cell_in * 0.94 <= 0.085:
+        end_letters(axes, places[-1] + 0.5, ends, 0.075)
     group_axis(axes, shares.groups)
     ticks(axes, "y", (0, 0.25, 0.5, 0.75, 1), ("0", "0.25", "0.5", "0.75", "1"))
     label(axes, y="share")
@@ -154,11 +152,19 @@ def _panels(sheet: Sheet, trace: Trace, shares: Shares, top: float) -> float:
         axes = sheet.axes(LEFT_IN + column * (width + gap), top + row * (PANEL_IN + 0.78), width, PANEL_IN)
         profile(axes, shares, number)
         name = "all others together" if index == OTHERS_INDEX else visible(trace.adapters[index])
-        mean = nan_mean(shares.means[:, number], 0)
-        adapter_heading(axes, index, f"{name}  {percent(float(mean))}")
+        adapter_heading(axes, index, name, percent(_share(trace, shares.shown, index)))
         if column == 0:
             label(axes, y="share")
     return top + (PANEL_IN + 0.78) * -(-len(shares.shown) // columns) - 0.15
+
+
+def _share(trace: Trace, shown: tuple[int, ...], index: int) -> float:
+    """Return an adapter's share of the whole trace, or that of those that are not shown by themselves."""
+    values = np.array(list(trace.share().values()))
+    if index != OTHERS_INDEX:
+        return float(values[index])
+    others = np.delete(values, [one for one in shown if one != OTHERS_INDEX])
+    return float(np.nan if np.isnan(others).all() else np.nansum(others))
 
 
 def profile(axes: Axes, shares: Shares, number: int) -> None:

@@ -5,9 +5,10 @@ Its height is only known when everything is placed: `close` sets it. Never pyplo
 
 from __future__ import annotations
 
+import logging
 import textwrap
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import matplotlib
@@ -17,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from workbench.display.fonts import SANS, drawable, families
+from workbench.display.labels import columns
 from workbench.display.palette import LIGHT
 
 WIDTH_IN = 11.0
@@ -44,9 +46,18 @@ STYLE = {
 }
 
 
-def styled() -> AbstractContextManager:
-    """Return a context in which artists get the house's style, whatever the user's own settings are."""
-    return matplotlib.rc_context({**STYLE, "font.family": list(families(SANS))})
+@contextmanager
+def styled() -> Iterator[None]:
+    """Give artists the house's style inside, whatever the user's own settings are."""
+    # a fallback font need not have every weight, and Matplotlib would say so at each text
+    log = logging.getLogger("matplotlib.font_manager")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with matplotlib.rc_context({**STYLE, "font.family": list(families(SANS))}):
+            yield
+    finally:
+        log.setLevel(level)
 
 
 class Sheet:
@@ -135,6 +146,17 @@ def cut(text: str, limit: int) -> str:
     """Return `text` on one line of at most `limit` characters."""
     text = one_line(text)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def shortened(name: str, limit: int) -> str:
+    """Return a name on one line, at most `limit` columns wide; what is left out is in its middle."""
+    name = one_line(name)
+    made, room = name, limit
+    while columns(made) > limit and room > 2:
+        tail = (room - 1) // 2
+        made = f"{name[: room - 1 - tail]}…{name[-tail:]}"
+        room -= 1
+    return made
 
 
 def ticks(

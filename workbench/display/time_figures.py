@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 
 from workbench.display.drawing import LINE_TOKENS, RIGHT_IN, boundary, name_parts, source_strip, token_axis
 from workbench.display.labels import runs
-from workbench.display.legend import leading_adapters, legend
+from workbench.display.leading import with_others
+from workbench.display.legend import legend
 from workbench.display.marks import OTHERS_INDEX, adapter_line, end_letters, hatched, leader_bars
 from workbench.display.palette import LIGHT
 from workbench.display.picture import Picture
@@ -62,13 +63,7 @@ def over_time(trace: Trace, smooth: int = 1, title: str | None = None) -> Pictur
 def shares_along(trace: Trace, most: int = MOST_LINES) -> tuple[tuple[int, ...], np.ndarray]:
     """Return the adapters drawn, the last of them all others together, and their `[token, line]` mean over sites."""
     means = trace.token_means()
-    count = len(trace.adapters)
-    if count <= most:
-        return tuple(range(count)), means
-    shown = leading_adapters(nan_mean(means, 0), most - 1)
-    others = [i for i in range(count) if i not in set(shown)]
-    rest = np.where(np.isnan(means[:, others]).all(1), np.nan, np.nansum(means[:, others], 1))
-    return (*shown, OTHERS_INDEX), np.concatenate([means[:, list(shown)], rest[:, None]], 1)
+    return with_others(means, nan_mean(means, 0), most)
 
 
 def smoothed(values: np.ndarray, window: int) -> np.ndarray:
@@ -153,7 +148,7 @@ def entropy(trace: Trace, title: str | None = None) -> Picture:
     panels = []
     if trace.has_scalings:
         most = math.log(len(trace.adapters))
-        what = "scalings: 0 = one adapter alone, dashed = all alike"
+        what = "scalings: 0 = one adapter alone" + (", dashed = all alike" if most else ": there is but one")
         panels.append((what, trace.scaling_entropy(), most, f"ln {len(trace.adapters)}"))
     if "entropy" in trace.extras:
         panels.append(("next token: 0 = certain", np.asarray(trace.extra("entropy").values, np.float64), None, ""))

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from workbench.display import drawing
-from workbench.display.labels import TITLE, description, keyed, visible
-from workbench.display.legend import leading_adapters, legend
+from workbench.display.labels import TITLE, description
+from workbench.display.leading import leading_adapters, row_names, with_others
+from workbench.display.legend import legend
 from workbench.display.picture import Picture
 from workbench.display.scales import SCALINGS
 from workbench.display.sheet import Sheet, styled
 from workbench.display.trace_head import require_scalings, trace_head
 from workbench.errors import UserError, names, nearest
-from workbench.instrument.trace import Trace
+from workbench.instrument.trace import Trace, nan_mean
 
 MAX_SITE_PANELS = 10
 PANEL_IN, PANEL_GAP_IN = 1.6, 0.62
@@ -71,8 +72,9 @@ def _figure(trace: Trace, title: str | None, lines: bool, panels: tuple[int, ...
         SCALINGS.bar(sheet, (8.2, top + 0.04, 2.6), trace.values)
         top = legend(sheet, trace, top) + 0.36
         if lines:
-            rows = keyed(tuple(map(visible, trace.adapters)))
-            top = drawing.TokenLines(trace, trace.token_means(), rows).draw(sheet, top)
+            means = trace.token_means()
+            shown, means = with_others(means, nan_mean(means, 0), drawing.MAX_ROWS)
+            top = drawing.TokenLines(trace, means, row_names(shown, trace.adapters)).draw(sheet, top)
         if panels and len(trace.adapters) > 1:
             sheet.text(0.2, top + 0.02, "Who leads at every site: stronger = larger scaling", size=9.5, weight="bold")
             box = (PANELS_LEFT_IN, top + 0.27, sheet.width_in - PANELS_LEFT_IN - drawing.RIGHT_IN, LEADERS_IN)
