@@ -1,4 +1,4 @@
-"""The page of a comparison in a real browser. Run: pytest -m browser tests/test_comparison_browser.py (Chromium)."""
+"""The page of a comparison in a real browser. Run: pytest -m browser tests/test_browser_comparison.py (Chromium)."""
 
 from __future__ import annotations
 
