@@ -136,12 +136,13 @@ def aggregate(
     frame = kept(points, where)
     keys = {name: column for name, column in (("facet", facet), ("series", series), ("x", x)) if column is not None}
     codes = pd.DataFrame({name: _codes(points, column).loc[frame.index] for name, column in keys.items()})
+    labels = {name: points.labels(column) for name, column in keys.items()}
     lines = []
     for group, part in frame.groupby([codes[name] for name in keys], sort=True):
         values = part[y].to_numpy(dtype=np.float64, na_value=np.nan)
         mean = mean_interval(values)
         line = dict(zip(keys, group if isinstance(group, tuple) else (group,), strict=True))
-        line = {name: points.labels(keys[name])[int(code)] for name, code in line.items()}
+        line = {name: labels[name][int(code)] for name, code in line.items()}
         lines.append({
             **line, "mean": mean.value, "low": mean.low, "high": mean.high, "n": mean.n, "lost": len(values) - mean.n,
         })  # fmt: skip
