@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,18 +22,23 @@ ARTEFACTS = Path(os.environ.get("WORKBENCH_ARTEFACTS") or Path(__file__).parents
 _HERE = "const panel = window.jupyterapp?.shell.currentWidget; if (panel?.context?.path !== name) return false;"
 READY = f"""(name) => {{ {_HERE}
   return panel.content.widgets.length > 0 && panel.sessionContext.session?.kernel?.status === 'idle'; }}"""
-FINISHED = f"""([name, counts]) => {{ {_HERE}
+CODE = """() => jupyterapp.shell.currentWidget.content.widgets.map(({ model }, i) => [i, model])
+  .filter(([, model]) => model.type === 'code').map(([i]) => i)"""
+FORGET = """(cells) => { for (const i of cells)
+  jupyterapp.shell.currentWidget.content.widgets[i].model.executionCount = null; }"""
+FINISHED = f"""([name, cells]) => {{ {_HERE}
   if (panel.sessionContext.session?.kernel?.status !== 'idle') return false;
-  const cells = panel.content.widgets.map((cell) => cell.model).filter((model, i) => i in counts);
-  const before = Object.values(counts);
+  const models = cells.map((i) => panel.content.widgets[i].model);
   const failed = (model) => model.outputs.toJSON().some((output) => output.output_type === 'error');
-  const ran = cells.map((model, i) => model.executionCount && model.executionCount !== before[i]);
   // cells after one that failed do not run
-  return cells.every((model) => model.executionState === 'idle')
-    && (ran.every(Boolean) || cells.some((model, i) => ran[i] && failed(model))); }}"""
-COUNTS = """() => Object.fromEntries(jupyterapp.shell.currentWidget.content.widgets.map(({ model }, i) => [i, model])
-  .filter(([, model]) => model.type === 'code').map(([i, model]) => [i, model.executionCount ?? 0]))"""
+  return models.every((model) => model.executionState === 'idle')
+    && (models.every((model) => model.executionCount) || models.some((model) => model.executionCount && failed(model)));
+}}"""
 OUTPUTS = """(i) => jupyterapp.shell.currentWidget.content.widgets[i].model.outputs?.toJSON() ?? []"""
+# what JupyterLab says of a kernel that is restarted
+JUPYTERS_OWN = ("Connection lost, reconnecting", "Could not restore the debugger state")
+WATCH = """() => { window.lwSeen = [];
+  jupyterapp.shell.currentWidget.sessionContext.statusChanged.connect((_, status) => lwSeen.push(status)); }"""
 STATUS = "() => jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status"
 
 
@@ -73,42 +78,55 @@ class LabPage:
         self.complaints.append(text)
 
     def _heard(self, message: Any) -> None:
-        if message.type in ("error", "warning"):
+        if message.type in ("error", "warning") and not any(known in message.text for known in JUPYTERS_OWN):
             self._complain(f"console {message.type}: {message.text}")
 
     def run_all(self, timeout_ms: int = WAIT_MS) -> None:
-        """Choose Run > Run All Cells and wait for the end, or for the first cell that fails."""
-        counts = self.page.evaluate(COUNTS)
+        """Choose Run > Run All Cells and wait for the end; no cell may fail."""
+        cells = self.page.evaluate(CODE)
+        self.page.evaluate(FORGET, cells)
         self._menu("Run", "Run All Cells")
-        self.wait_finished(counts, timeout_ms)
+        self.wait_finished(*cells, timeout_ms=timeout_ms)
+        assert not self.errors(), "\n".join(self.errors())
 
     def start(self, index: int) -> None:
         """Run one cell by Shift+Enter and do not wait."""
+        self.page.evaluate(FORGET, [index])
         self.cell(index).locator(".cm-content").click()
         self.page.keyboard.press("Shift+Enter")
 
-    def run(self, index: int) -> None:
-        """Run one cell and wait for its end."""
-        counts = {key: count for key, count in self.page.evaluate(COUNTS).items() if int(key) == index}
+    def run(self, index: int) -> list[dict]:
+        """Run one cell, wait for its end and return its outputs."""
         self.start(index)
-        self.wait_finished(counts)
+        self.wait_finished(index)
+        return self.outputs(index)
 
-    def wait_finished(self, counts: dict, timeout_ms: int = WAIT_MS) -> None:
-        """Wait until the cells of `counts` have another count than that, and nothing runs."""
-        self.page.wait_for_function(FINISHED, arg=[self.name, counts], timeout=timeout_ms)
+    def wait_finished(self, *cells: int, timeout_ms: int = WAIT_MS) -> None:
+        """Wait until these cells, started before, have ended or one of them has failed."""
+        self.page.wait_for_function(FINISHED, arg=[self.name, cells], timeout=timeout_ms)
 
     def wait_status(self, status: str) -> None:
         """Wait until the kernel says it is `idle`, `busy`, ..."""
         self.page.wait_for_function(f"(status) => ({STATUS})() === status", arg=status)
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until what a test asks of the page holds; the page lives on between two looks."""
+        for _ in range(WAIT_MS // 100):
+            if holds():
+                return
+            self.page.wait_for_timeout(100)
+        raise AssertionError(f"still not so after {WAIT_MS / 1000:.0f} s")
 
     def interrupt(self) -> None:
         """Press the toolbar's stop button."""
         self.page.get_by_role("button", name="Interrupt the kernel").click()
 
     def restart(self) -> None:
-        """Choose Kernel > Restart Kernel... and confirm."""
-        self._menu("Kernel", "Restart Kernel…")
+        """Press the toolbar's restart button, confirm, and wait for the new kernel."""
+        self.page.evaluate(WATCH)
+        self.page.get_by_role("button", name="Restart the kernel", exact=True).click()
         self.page.get_by_role("button", name="Confirm Kernel Restart").click()
+        self.page.wait_for_function("() => lwSeen.includes('restarting') && lwSeen.at(-1) === 'idle'")
 
     def cell(self, index: int) -> Any:
         """Return the cell, scrolled into view."""
@@ -126,7 +144,7 @@ class LabPage:
 
     def errors(self) -> list[str]:
         """Return the errors below all cells."""
-        found = [out for index in map(int, self.page.evaluate(COUNTS)) for out in self.outputs(index)]
+        found = [out for index in self.page.evaluate(CODE) for out in self.outputs(index)]
         return ["\n".join(out["traceback"]) for out in found if out["output_type"] == "error"]
 
     def keep(self, name: str) -> Path:

@@ -1,4 +1,4 @@
-"""The front end of a live widget as a test sees it: what it was told, put together again as its page would."""
+"""A live widget's front end as tests see it, and engines slow and roomy enough for a stream to be watched."""
 
 from __future__ import annotations
 
@@ -7,6 +7,32 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
+from byte_engine import SPEC, VOCAB, engine_on
+from models import byte_tokenizer, save_base, tiny_model
+
+LONG = {"max_tokens": 200, "ignore_eos": True}
+SHORT = {"max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def long_shelf(tmp_path_factory):
+    folder, model = tmp_path_factory.mktemp("long"), tiny_model("llama", vocab_size=VOCAB, max_position_embeddings=2048)
+    byte_tokenizer(save_base(model, folder / "tiny"))
+    SPEC.write(folder / "mix", model)
+    return folder
+
+
+@pytest.fixture
+def long_engine(long_shelf):
+    return engine_on(long_shelf)
+
+
+def slowed(engine, seconds: float = 0.004):
+    """Make every step take a little: the tiny model is faster than any front end."""
+    step = engine._step
+    engine._step = lambda: (time.sleep(seconds), step())[1]
+    return engine
 
 
 class Page:

@@ -263,6 +263,17 @@ def test_hostile_text_is_inert(open_page, tmp_path) -> None:
     assert "above 1" in page.locator(".lw-scale").inner_text()
 
 
+def test_an_edited_run_says_so_and_a_text_that_scrolls_too(open_page, trace: Trace, tmp_path) -> None:
+    edited = replace(trace, metadata={**trace.metadata, "edits": ["ablate('german')", "force(<b>)"]})
+    page = open_page(show(edited).save(tmp_path / "edited.html"), width=400)
+    assert page.locator(".lw-edited").inner_text() == "✎ Edited run: ablate('german'); force(<b>)"
+    more = page.locator(".lw-text-box .lw-more")
+    assert more.is_visible() and "scroll for more" in more.inner_text()
+    page.locator(".lw-text").evaluate("box => { box.scrollTop = box.scrollHeight; }")
+    settle(page)
+    assert more.is_hidden()
+
+
 def test_without_scripts_there_is_the_picture(open_page, demo: Path) -> None:
     page = open_page(demo, scripts=False)
     assert page.locator("img").evaluate("image => image.complete && image.naturalWidth > 1000")

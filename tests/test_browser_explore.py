@@ -433,7 +433,8 @@ def test_another_request_of_a_run_is_picked_in_the_page(open_widget, tmp_path) -
     from workbench.instrument.run_writer import RunWriter
 
     with RunWriter(tmp_path / "run", meta={}) as writer:
-        for name, trace in {"req-1": make_trace(2), "req-2": small_trace(adapters=3)}.items():
+        base = replace(small_trace(), values=np.zeros((4, 0, 0), np.float32), adapters=(), sites=(), source=np.full(4, -1))
+        for name, trace in {"req-1": make_trace(2), "req-2": small_trace(adapters=3), "req-3": base}.items():
             writer.request({"request_id": name, "mixture": "demo", "prompt": "<b>Wer</b>"})
             writer.trace(replace(trace, metadata={"request_id": name}))
     view = explore(open_run(tmp_path / "run"))
@@ -443,6 +444,10 @@ def test_another_request_of_a_run_is_picked_in_the_page(open_widget, tmp_path) -
     until(page, f"{VIEW}.data.numTokens === 4")
     assert view.request == "req-2" and page.locator(".lw-adapters tbody tr").count() == 3
     assert page.locator(".lw").count() == 1
+    page.get_by_label("Request").select_option("req-3 · demo · <b>Wer</b>")
+    page.wait_for_selector(".lw-silent:not(:empty)")
+    assert "no scalings in this trace to explore" in page.locator(".lw-silent").inner_text()
+    assert page.get_by_label("Request").input_value().startswith("req-2") and view.request == "req-2"
 
 
 def test_a_view_that_fails_says_so(open_page, static: Path, tmp_path) -> None:

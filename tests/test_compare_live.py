@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import time
 
 import numpy as np
 import pytest
 from byte_engine import engine, engine_on, shelf  # noqa: F401
-from live_page import Page
+from live_page import Page, slowed
 
 from workbench import Comparison, compare_live
 from workbench.display.labels import visible
@@ -17,12 +16,6 @@ from workbench.errors import UserError
 
 SHORT = {"max_tokens": 16, "ignore_eos": True}
 SETTINGS = {"exact": {}, "k = 0": {"tgt_non_granular_index": 0}, "without b": {"edits": ablate("b")}}
-
-
-def slowed(engine, seconds: float = 0.02):  # noqa: F811
-    step = engine._step
-    engine._step = lambda: (time.sleep(seconds), step())[1]
-    return engine
 
 
 def columns_of(page: Page) -> list[tuple[list[str], np.ndarray]]:
@@ -40,7 +33,7 @@ def columns_of(page: Page) -> list[tuple[list[str], np.ndarray]]:
     return [(texts, np.concatenate(means)) for texts, means in found]
 
 
-def test_every_column_streams_what_its_trace_then_holds(engine) -> None:  # noqa: F811
+def test_every_column_streams_what_its_trace_then_holds(engine) -> None:
     shown = compare_live(engine, SETTINGS, "hello", mixture="mix", **SHORT)
     page = Page(shown)
     page.send("hello")
@@ -58,7 +51,7 @@ def test_every_column_streams_what_its_trace_then_holds(engine) -> None:  # noqa
     assert shown.completions["without b"].edits and not shown.completions["exact"].edits
 
 
-def test_all_settings_share_their_batches_from_the_first_step_on(engine) -> None:  # noqa: F811
+def test_all_settings_share_their_batches_from_the_first_step_on(engine) -> None:
     shown = compare_live(engine, {"1": {}, "2": {}, "3": {}}, "hello", null=False, adapter="a", **SHORT)
     with engine.record("throughput") as recorder:
         shown.run()
@@ -68,7 +61,7 @@ def test_all_settings_share_their_batches_from_the_first_step_on(engine) -> None
     assert len(steps) == 16 and steps.rows.tolist() == [15] + [3] * 15
 
 
-def test_the_null_pair_computes_again_alone_and_is_the_floor(engine) -> None:  # noqa: F811
+def test_the_null_pair_computes_again_alone_and_is_the_floor(engine) -> None:
     shown = compare_live(engine, SETTINGS, "hello", mixture="mix", **SHORT)
     page = Page(shown)
     shown.run()
@@ -81,8 +74,8 @@ def test_the_null_pair_computes_again_alone_and_is_the_floor(engine) -> None:  #
     assert bare.wait(30).floor is None
 
 
-def test_stop_ends_every_column(engine) -> None:  # noqa: F811
-    shown = compare_live(slowed(engine), SETTINGS, "hello", mixture="mix", max_tokens=100, ignore_eos=True)
+def test_stop_ends_every_column(engine) -> None:
+    shown = compare_live(slowed(engine, 0.02), SETTINGS, "hello", mixture="mix", max_tokens=100, ignore_eos=True)
     page = Page(shown)
     page.send("run")
     page.wait_until(lambda: page.all("more") and page.all("more")[-1]["columns"][0]["stats"]["generated"] > 2)
@@ -101,7 +94,7 @@ def test_stop_ends_every_column(engine) -> None:  # noqa: F811
     assert not engine.scheduler.has_work() and not engine.recording._watchers and not engine.editing._open
 
 
-def test_a_setting_that_fails_while_it_runs_leaves_the_others(engine) -> None:  # noqa: F811
+def test_a_setting_that_fails_while_it_runs_leaves_the_others(engine) -> None:
     def broken(scalings, tap):
         raise RuntimeError("no such sound")
 
@@ -114,7 +107,7 @@ def test_a_setting_that_fails_while_it_runs_leaves_the_others(engine) -> None:  
     assert any("no such sound" in each["error"] for each in ended)
 
 
-def test_a_setting_that_cannot_start_starts_none(engine) -> None:  # noqa: F811
+def test_a_setting_that_cannot_start_starts_none(engine) -> None:
     shown = compare_live(engine, {"short": {}, "long": {"max_tokens": 5000}}, "hello", mixture="mix")
     page = Page(shown)
     page.type(prompt="hi " * 30)
@@ -134,20 +127,21 @@ def test_a_setting_that_cannot_start_starts_none(engine) -> None:  # noqa: F811
         ("k", {}, "settings must be a dict"),
     ],
 )
-def test_settings_that_cannot_be_compared_are_sentences(engine, settings, common, said) -> None:  # noqa: F811
+def test_settings_that_cannot_be_compared_are_sentences(engine, settings, common, said) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         compare_live(engine, settings, **common)
 
 
-def test_one_list_makes_the_settings_and_seeds_are_alike(engine) -> None:  # noqa: F811
-    shown = compare_live(engine, None, "hello", mixture="mix", tgt_non_granular_index=[None, None], temperature=1.0, **SHORT)
+def test_one_list_makes_the_settings_and_seeds_are_alike(engine) -> None:
+    again = {"tgt_non_granular_index": [None, None], "temperature": 1.0, "mixture": "mix"}
+    shown = compare_live(engine, None, "hello", **again, **SHORT)
     shown.run()
     one, two = (shown.wait(30), list(shown.completions.values()))[1]
     assert one.token_ids == two.token_ids and one.seed == two.seed
     assert list(shown.comparison.labels) == [column["label"] for column in shown.columns]
 
 
-def test_before_a_run_there_is_nothing_to_show_and_after_it_a_picture(engine, tmp_path) -> None:  # noqa: F811
+def test_before_a_run_there_is_nothing_to_show_and_after_it_a_picture(engine, tmp_path) -> None:
     shown = compare_live(engine, SETTINGS, "hello", mixture="mix", **SHORT)
     for ask in (lambda: shown.comparison, shown.wait, shown.show):
         with pytest.raises(UserError, match="nothing has run here yet"):
@@ -157,7 +151,7 @@ def test_before_a_run_there_is_nothing_to_show_and_after_it_a_picture(engine, tm
     assert shown.save(tmp_path / "both.html").stat().st_size > 10_000
 
 
-def test_colours_go_by_the_adapters_name_across_columns(engine, shelf) -> None:  # noqa: F811
+def test_colours_go_by_the_adapters_name_across_columns(engine, shelf) -> None:
     engine.load_adapter(shelf / "mix" / "b")
     shown = compare_live(engine, {"mix": {"mixture": "mix"}, "b": {"adapter": "b"}, "base": {}}, "hello", **SHORT)
     page = Page(shown)
@@ -168,7 +162,7 @@ def test_colours_go_by_the_adapters_name_across_columns(engine, shelf) -> None: 
     assert base["adapters"] == []
 
 
-def test_a_second_view_gets_everything_so_far(engine) -> None:  # noqa: F811
+def test_a_second_view_gets_everything_so_far(engine) -> None:
     shown = compare_live(engine, SETTINGS, "hello", mixture="mix", **SHORT)
     page = Page(shown)
     shown.run()

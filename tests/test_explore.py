@@ -247,7 +247,10 @@ def test_a_trace_that_lies_in_a_file_is_explored_from_there(tmp_path) -> None:
     trace = with_outliers(make_trace(2, dtype="float16"))
     live, stored = explore(trace), explore(trace.save(tmp_path / "trace.safetensors"))
     assert stored.codes == live.codes and stored.labels["shares"] == live.labels["shares"]
-    assert stored.labels["notes"] == ["Outside the scale and marked: 40 values above 1, 1 below 0."]
+    assert stored.labels["notes"] == [
+        "Outside the scale and marked: 40 values above 1, 1 below 0; "
+        "in means that are drawn they count as the end of the scale."
+    ]
 
 
 @pytest.fixture

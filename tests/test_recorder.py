@@ -6,6 +6,7 @@ Run: pytest tests/test_recorder.py
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import byte_engine
@@ -97,6 +98,27 @@ def test_recorders_open_and_close_while_the_engines_own_thread_steps(shelf):
         assert not trace.extra("hidden_norm").is_missing[:-1].any()
     assert recorder.steps().tokens.sum() == 120
     engine.close()
+
+
+@pytest.mark.parametrize("what", ["close", "open"])
+def test_a_recorder_opens_and_closes_between_steps_only(engine, what):
+    recorder, classify, waiting = engine.record(*ALL), engine.classifier, []
+
+    def act():
+        recorder.close() if what == "close" else engine.record(*ALL)
+
+    def slow(hidden, batch):
+        if not waiting:
+            waiting.append(threading.Thread(target=act))
+            waiting[0].start()
+            waiting[0].join(0.2)
+            assert waiting[0].is_alive() and len(engine.recording._watchers) == 1, "it did not wait for the step"
+        return classify(hidden, batch)
+
+    engine.classifier = slow
+    done = engine.generate("hello", mixture="mix", max_tokens=9, ignore_eos=True)
+    waiting[0].join()
+    assert done.error is None and len(engine.recording._watchers) == (0 if what == "close" else 2)
 
 
 def test_a_callback_may_open_and_close_recorders_inside_a_step(engine):

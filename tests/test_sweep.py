@@ -214,7 +214,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path, grid, monkeypatch):
     assert ((frame.seconds >= 0) & (frame.seconds < 60)).all()
 
 
-def work_of(store, unit, threads):
+def work_of(store, unit, threads, workers):
     """A worker that measures nothing real."""
     if unit.point.seed == 1 and not (store.out / "killed").exists():
         (store.out / "killed").write_text("")
@@ -231,7 +231,7 @@ def test_processes_give_the_same_and_survive_a_killed_worker(tmp_path, grid, mon
     assert (tmp_path / "killed").exists() and not report.failed and rows_of(store) == EXPECTED
 
 
-def deadly(store, unit, threads):
+def deadly(store, unit, threads, workers):
     if unit.point.seed == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     from workbench.sweep.runner import execute

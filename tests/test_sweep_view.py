@@ -232,6 +232,29 @@ def test_logarithmic_axes_leave_out_what_they_cannot_show():
     assert log_ticks(1.2, 3.5) == [1.5, 2, 3]
 
 
+@pytest.mark.parametrize(
+    "frame, x, y, points",
+    [
+        ({"k": [0, np.inf, 1, 1], "y": [1.0, np.inf, 2, 3]}, "k", "y", 3),
+        ({"k": pd.array([0, None, 2, 0], dtype="Int64"), "y": [1.0, 2, 3, 4]}, "k", "y", 3),
+        ({"k": np.array([None, 0, 4, 0], dtype=object), "y": [1.0, 2, 3, 4]}, "k", "y", 3),
+        ({"k": pd.Categorical(["b", "a", "b"]), "y": [1.0, 2, 3]}, "k", "y", 2),
+        ({"k": [[1], [2], [1]], "y": [1.0, 2, 3]}, "k", "y", 2),
+        ({"day": pd.to_datetime(["2026-01-01", "2026-01-02", None]), "y": [1.0, 2, 3]}, "day", "y", 3),
+        ({"p": [f"p{i}" for i in range(600)], "x": [0, 1] * 300, "y": np.arange(600.0)}, "x", "y", 2),
+        ({"x": np.arange(600) / 7, "y": np.arange(600.0)}, "x", "y", 600),
+        ({("a", "b"): [1, 2], ("c", ""): [1.5, 2]}, "a_b", "c", 2),
+        ({0: [1, 2, 1, 2], 1: [0.1, 0.2, 0.3, 0.4]}, "0", "1", 2),
+    ],
+)
+def test_columns_of_any_kind(frame, x, y, points):
+    view = sweep_view(pd.DataFrame(frame))
+    assert (view.x, view.y) == (x, y) and len(view.table()) == points
+    assert view.show().description and b"renderSweep" in view._content(".html")
+    if "p" in view.points.frame:
+        assert view.notes == ["p has 600 different values: it splits nothing."] and len(view.warnings()) == 1
+
+
 def test_panels_and_labels_of_any_text():
     frame = grid().replace({"mode": {"lora": "<script>$x^2$\n", "xlora": "שלום"}})
     view = sweep_view(frame, series=None, facet="mode")

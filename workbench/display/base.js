@@ -42,7 +42,7 @@ function statusOf(data, token) {
 
 function header(data) {
   const facts = make("div", { class: "lw-facts" });
-  for (const [name, value] of data.facts) facts.append(make("span", {}, make("span", { class: "lw-fact" }, name), " ", make("bdi", {}, value)));
+  for (const [name, value] of data.facts) if (name !== "Edited run") facts.append(make("span", {}, make("span", { class: "lw-fact" }, name), " ", make("bdi", {}, value)));
   const edits = data.edits?.length ? make("div", { class: "lw-edited" }, make("b", {}, "✎ Edited run: "), make("bdi", {}, data.edits.join("; "))) : "";
   return make("div", { class: "lw-head" }, make("div", { class: "lw-title", role: "heading", "aria-level": "2" }, data.title), facts, edits);
 }

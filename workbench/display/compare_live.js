@@ -52,11 +52,10 @@ function compareMarks(columns, diverged) {
 }
 
 function compareForm(model, run, stop, status, alert) {
-  const set = () => { model.set("prompt", prompt.value); model.save_changes(); };
   const prompt = make("textarea", { rows: "3", spellcheck: "false", "data-lw-prompt": true, "aria-keyshortcuts": "Control+Enter Meta+Enter",
     placeholder: "What is to be continued under every setting? Ctrl+Enter runs." });
   prompt.value = model.get("prompt");
-  prompt.addEventListener("change", set);
+  prompt.addEventListener("change", () => { model.set("prompt", prompt.value); model.save_changes(); });
   prompt.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
     event.preventDefault();
@@ -67,7 +66,7 @@ function compareForm(model, run, stop, status, alert) {
   const box = make("div", { class: "lw-ask" }, make("label", { class: "lw-field lw-wide" }, make("span", {}, "Prompt"), prompt),
     make("div", { class: "lw-go-row" }, go, end, status, alert));
   return {
-    box, push: set,
+    box, typed: () => ({ prompt: prompt.value }),
     pull() { if (document.activeElement !== prompt) prompt.value = model.get("prompt"); },
     lock(running) { go.setAttribute("aria-disabled", String(running)); end.setAttribute("aria-disabled", String(!running)); },
   };
@@ -86,8 +85,7 @@ function renderCompareLive({ model, el }) {
   const run = () => {
     if (running()) return fail("The settings run already; stop them first.");
     fail("");
-    form.push();
-    talk.send("run");
+    talk.send("run", form.typed());
   };
   const form = compareForm(model, run, () => running() && talk.send("stop"), status, alert), scale = liveScale();
   const columns = model.get("columns").map(({ label }, i) => compareColumn(i, label, (token) => { pointed = token; draw(); }));

@@ -15,7 +15,7 @@ from workbench.display.labels import visible
 from workbench.display.palette import DARK, LIGHT, Theme, adapter_colour, adapter_key
 from workbench.instrument.comparison import Comparison
 
-MOST_TOKENS = 2000  # in the table; longer texts are read from to_frame()
+MOST_TOKENS = 2000  # of a text, and in the table; longer ones are read from to_frame()
 MOST_SHARES = 12
 
 
@@ -141,7 +141,7 @@ def _tokens(lane: Lane, start: int, stop: int, shared: bool = False) -> str:
     if start >= stop:
         return '<span class="lw-fact">no tokens</span>'
     found, last = [], None
-    for at in range(start, stop):
+    for at in range(start, min(stop, start + MOST_TOKENS)):
         if at == lane.divergence and not shared:
             kind = "" if lane.is_attributed else " not attributed: the null pair’s text parts by then, too"
             found.append(f'<b class="lw-cmp-parts" title="token {at}">≠ token {at}{kind}</b>')
@@ -153,6 +153,8 @@ def _tokens(lane: Lane, start: int, stop: int, shared: bool = False) -> str:
         letter = f' data-key="{adapter_key(leader)}"' if leader >= 0 and leader != last else ""
         last = leader
         found.append(f'<bdi class="{" ".join(classes)}"{letter}{style}>{_safe(lane.trace.tokens[at])}</bdi>')
+    if stop - start > MOST_TOKENS:
+        found.append(f'<span class="lw-fact"> … and {stop - start - MOST_TOKENS} more tokens</span>')
     return "".join(found)
 
 

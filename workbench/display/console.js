@@ -1,5 +1,5 @@
 // View "console": prompt, who answers, the answer while it is written, and a fader for each adapter. What is typed lives
-// in the model's traits (prompt, voice, values, chat); what runs comes as messages: start, more (binary rows), end, say,
+// in the model's traits (prompt, voice, values, chat), and goes with the wish to run; what runs comes as messages: start, more (binary rows), end, say,
 // ack. Everything a test may want to reach has an attribute:
 //   root [data-lw-console], whose data-lw-state is idle | running | ended; [data-lw-prompt] [data-lw-voice] [data-lw-chat]
 //   [data-lw-box="max_tokens"] (and the other settings) [data-lw-run] [data-lw-stop] [data-lw-status] [data-lw-error]
@@ -74,15 +74,11 @@ function consoleForm(view) {
       for (const input of box.querySelectorAll("[data-lw-box]")) if (document.activeElement !== input) input.value = model.get("values")[input.dataset.lwBox] ?? "";
       voices.fill();
     },
-    // what is in the boxes goes to Python before it is asked to run
-    push() {
+    // sent with the wish to run: a change of a trait may still be on its way, behind a busy kernel
+    typed() {
       const values = { ...model.get("values") };
       for (const input of box.querySelectorAll("[data-lw-box]")) values[input.dataset.lwBox] = input.value;
-      model.set("prompt", prompt.value);
-      model.set("voice", voices.list.value);
-      model.set("values", values);
-      model.set("chat", chat.checked);
-      model.save_changes();
+      return { prompt: prompt.value, voice: voices.list.value, values, chat: chat.checked };
     },
     lock(running, voice) {
       run.setAttribute("aria-disabled", String(running));
@@ -138,13 +134,14 @@ function consoleDesk(view) {
   const why = make("p", { class: "lw-why", "data-lw-why": true }), says = make("p", { class: "lw-why" });
   const group = `lw-mode-${talk.page}`;
   const modes = Object.keys(CONSOLE_MODES).map((mode) => make("input", { type: "radio", name: group, value: mode, "data-lw-mode": mode,
-    onchange: () => talk.send("mode", { mode }) }));
+    onchange: () => { asked = mode; talk.send("mode", { mode }); } }));
   const all = make("button", { type: "button", class: "lw-button", "data-lw-rest-all": true, onclick: () => talk.send("clear") }, "All to rest");
   const box = make("section", { class: "lw-desk", "aria-label": "Faders" },
     make("div", { class: "lw-desk-head" }, make("div", { class: "lw-label" }, "Faders"),
       make("fieldset", { class: "lw-choice" }, make("legend", { class: "lw-sr" }, "Mode of the faders"), ...modes.map((input) => make("label", {}, input, make("span", {}, input.value)))), all),
     why, list, says);
-  let channels = [], built = "", seq = 0;
+  // asked: the mode that was chosen here, until Python has answered
+  let channels = [], built = "", seq = 0, asked = null;
   view.fade = (adapter, value) => talk.send("fader", { adapter, value, mode: view.desk.mode, seq: ++seq });
   return {
     box,
@@ -157,7 +154,7 @@ function consoleDesk(view) {
       says.textContent = CONSOLE_MODES[mode];
       says.hidden = Boolean(reason);
       all.disabled = Boolean(reason) || values.every((value) => value == null);
-      modes.forEach((input) => { input.checked = input.value === mode; input.disabled = Boolean(reason); });
+      modes.forEach((input) => { input.checked = input.value === (asked ?? mode); input.disabled = Boolean(reason); });
       const shape = JSON.stringify([voice.id, voice.adapters, mode]);
       if (shape !== built) {
         channels = voice.adapters.map((_, i) => consoleChannel(view, i));
@@ -170,6 +167,7 @@ function consoleDesk(view) {
     },
     // where Python says the faders stand; an older answer to this page's own move is not news
     pull(always) {
+      asked = null;
       const { values = [], page, seq: answered } = model.get("faders");
       if (always || page !== talk.page || answered === seq) channels.forEach((channel, i) => channel.set(values[i] ?? null));
     },
@@ -186,10 +184,11 @@ function renderConsole({ model, el }) {
     view.silent = silent;
   });
   const point = (token) => { view.pointed = token; view.draw(); };
+  const after = make("p", { class: "lw-why", hidden: true }, "In Python now: .trace, .completion, .history, .explore(), .save(\"answer.html\").");
   const form = consoleForm(view), desk = consoleDesk(view), meters = liveMeters(), scale = liveScale();
   const text = liveText("The answer", point), strip = liveStrip("Scalings, mean over the sites", point);
   const root = make("div", { class: "lw lw-console", "data-lw-console": true, "data-lm-suppress-shortcuts": "true" }, consoleHead(model, talk), form.box, text.box,
-    make("section", { class: "lw-tape", "aria-label": "Scalings" }, strip.box, scale.box),
+    make("section", { class: "lw-tape", "aria-label": "Scalings" }, strip.box, scale.box, after),
     make("aside", { class: "lw-rack" }, desk.box, make("section", { class: "lw-counts", "aria-label": "Counters" }, meters.box)));
   const running = () => view.story !== null && !view.story.ended;
   const chosen = () => model.get("voices").find((voice) => voice.id === form.voices.list.value) ?? { kind: "base", label: "nobody", id: "", adapters: [], keys: [], colours: [] };
@@ -199,6 +198,7 @@ function renderConsole({ model, el }) {
     const { story, pointed } = view, token = pointed ?? (story ? story.means.length - 1 : -1);
     const voice = running() ? story.voice : chosen();
     root.dataset.lwState = !story ? "idle" : story.ended ? "ended" : "running";
+    after.hidden = !story?.ended;
     form.lock(running(), voice);
     text.draw();
     text.point(pointed);
@@ -211,8 +211,7 @@ function renderConsole({ model, el }) {
   view.run = () => {
     if (running()) return fail("It is answering already; stop it first.");
     fail("");
-    form.push();
-    talk.send("run");
+    talk.send("run", form.typed());
   };
   view.stop = () => { if (running()) talk.send("stop"); };
   const begin = (content) => {

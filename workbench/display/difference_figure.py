@@ -17,7 +17,7 @@ from workbench.display.drawing import (
     site_axes,
     site_extent,
 )
-from workbench.display.labels import badges, short, visible
+from workbench.display.labels import badges, counted, short, visible
 from workbench.display.leading import leading_adapters, row_names, with_others
 from workbench.display.marks import leader_bars
 from workbench.display.palette import LIGHT
@@ -185,7 +185,7 @@ def _lines(found: Difference, labels: tuple[str, str]) -> list[str]:
 
 def _extent(found: Difference) -> str:
     compared = int((~np.isnan(found.values).all((1, 2))).sum())
-    text = f"Compared: {compared} {'token' if compared == 1 else 'tokens'} that both have read."
+    text = f"Compared: {counted(compared, 'token')} that both have read."
     if found.part is not None:
         text += f" The texts part at token {found.part}: "
         text += " | ".join(_text(trace, found.part) for trace in (found.one, found.other))

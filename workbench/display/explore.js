@@ -1,7 +1,7 @@
 // View "explore", last part: moving, zooming, pointing, selecting and keys, and the whole put together.
 
 const IS_LOADED = ["labels"];
-const SETTINGS = ["shown_adapters", "projection", "layers", "mode", "selection", "visible"];
+const SETTINGS = ["shown_adapters", "projection", "layers", "mode", "selection", "visible", "problem"];
 const SILENT = "The kernel does not answer: showing the overview, its values rounded. This goes on by itself once the kernel is free; after a restart, run the cell again.";
 
 function exploreView(model, data, guard) {
@@ -240,8 +240,9 @@ function buildExplore(model, el, guard) {
   let saying = 0;
   // a held key is not read out at every step
   view.announce = (text) => { clearTimeout(saying); saying = setTimeout(() => { live.textContent = text; }, 150); };
-  if (data.live) view.questions = questions(model, () => model.get("labels").serial, (isSilent) => { silent.textContent = isSilent ? SILENT : model.get("problem"); });
-  silent.textContent = model.get("problem") ?? "";
+  view.sayProblem = () => { silent.textContent = model.get("problem") ?? ""; };
+  view.sayProblem();
+  if (data.live) view.questions = questions(model, () => model.get("labels").serial, (isSilent) => { if (isSilent) silent.textContent = SILENT; else view.sayProblem(); });
   view.ask = view.questions?.ask;
   const box = exploreBox(view), scale = exploreScale(view), controls = make("div", { class: "lw-controls" });
   view.renewControls = () => controls.replaceChildren(...exploreControls(view));
@@ -275,6 +276,11 @@ function showVisible(view) {
 function followSetting(view, name) {
   const { model } = view;
   if (name === "selection") return view.select(model.get("selection"));
+  if (name === "problem") {
+    view.sayProblem();
+    // the picker still has the request that could not be shown
+    return view.renewControls();
+  }
   if (name === "visible") {
     const { first, last } = view.geometry ?? {}, [from, to] = model.get("visible") ?? [];
     if (Math.abs(first - from) > 0.02 || Math.abs(last - to) > 0.02) { showVisible(view); view.draw(); }

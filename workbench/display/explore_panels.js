@@ -228,6 +228,8 @@ function exploreScale(view) {
   const { data } = view, { low, high } = data.scale, bar = make("span", { class: "lw-scale-bar" });
   view.paintScale = () => { bar.style.background = `linear-gradient(90deg, ${view.theme.scale.join(",")})`; };
   const marks = make("span", {}, make("span", { class: "lw-nan" }), " no value", make("span", { class: "lw-solid" }), " computed", make("span", { class: "lw-striped" }), " reused");
+  if (data.outside[0]) marks.append(make("span", { class: "lw-above" }, " ▲ "), `above ${high}`);
+  if (data.outside[1]) marks.append(make("span", { class: "lw-below" }, " ▼ "), `below ${low}`);
   return make("div", { class: "lw-scale" }, make("span", {}, data.scale.log ? `≤ ${low}` : "0"), bar, make("span", {}, high.toFixed(1)), marks,
     make("p", {}, [data.meaning, ...data.notes].join(" ")), make("details", { class: "lw-help" }, make("summary", {}, "Pointer and keys"), make("p", {}, HELP)));
 }

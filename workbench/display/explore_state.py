@@ -145,6 +145,7 @@ def _labels(trace: Trace, title: str, quantity: Quantity, seen: Survey) -> dict[
         "quantity": quantity.name,
         "meaning": _meaning(quantity, seen),
         "notes": _outside(quantity, seen),
+        "outside": [seen.num_above, 0 if quantity.scale.is_log else seen.num_below],
         "names": list(quantity.adapters),
         "adapters": [visible(name) for name in quantity.adapters],
         "keys": [adapter_key(i) for i in adapters],
@@ -173,7 +174,10 @@ def _outside(quantity: Quantity, seen: Survey) -> list[str]:
         notes.append(f"The scale is logarithmic, from {scale.low:g} (and below) to {scale.high:g}.")
     if seen.num_above or (seen.num_below and not scale.is_log):
         below = "" if scale.is_log else f", {seen.num_below} below {scale.low:g}"
-        notes.append(f"Outside the scale and marked: {seen.num_above} values above {scale.high:g}{below}.")
+        notes.append(
+            f"Outside the scale and marked: {seen.num_above} values above {scale.high:g}{below}; "
+            "in means that are drawn they count as the end of the scale."
+        )
     return notes
 
 

@@ -143,6 +143,8 @@ class Explore(anywidget.AnyWidget):
         self._is_from_page = True
         try:
             super().set_state(sync_data)
+        except UserError as error:
+            self.problem = str(error)
         finally:
             self._is_from_page = False
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from workbench.display.difference_figure import difference
+from workbench.display.frontier_figure import frontier
 from workbench.display.grid_figure import depth_projection
 from workbench.display.latency_figure import latency
 from workbench.display.memory_figure import memory_map
 from workbench.display.norm_figures import delta_norms, hidden_norms
 from workbench.display.picture import Picture
+from workbench.display.places_figure import kl_by_place
 from workbench.display.run_figures import cache_hits, timeline
 from workbench.display.share_figures import by_depth, by_projection
 from workbench.display.time_figures import entropy, over_time
@@ -29,7 +31,9 @@ __all__ = [
     "depth_projection",
     "difference",
     "entropy",
+    "frontier",
     "hidden_norms",
+    "kl_by_place",
     "latency",
     "memory_map",
     "memory_state",

@@ -69,6 +69,11 @@ def _visible_char(char: str) -> str:
     return "␣" if category == "Zs" and char != " " else char
 
 
+def counted(count: int, what: str) -> str:
+    """Return a count with its noun: `1 step`, `2 steps`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def layer_of(site: str) -> int | None:
     """Return the layer number in a site's path, None for a site outside the layers (`lm_head`)."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", site)

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from workbench.display.labels import visible
+from workbench.display.labels import counted, visible
 from workbench.display.marks import MARKERS, colour, edge, key
 from workbench.display.palette import LIGHT
 from workbench.display.picture import Picture
@@ -19,6 +19,7 @@ from workbench.display.tables import numbers, run_facts, table
 
 COLUMNS = ("adapter", "mixture", "ttft_s", "total_s", "completion_tokens")
 MOST_GROUPS = 20
+NAME_COLUMNS = 22
 FEWEST_FOR_SPREAD = 5
 LEFT_IN, ROW_IN, GAP_IN = 1.6, 0.3, 0.3
 
@@ -115,12 +116,16 @@ def _strip(axes: Axes, groups: list[Group], seconds: np.ndarray) -> None:
             axes.plot([middle], [row], "|", color=LIGHT.ink, markersize=10, markeredgewidth=1.6, zorder=4)
         else:
             axes.text(top * 0.02, row, "no times", fontsize=6.5, color=LIGHT.muted, va="center")
-    texts = [f"{'' if group.index is None else key(group.index) + ' '}{shortened(visible(group.name), 20)} "
-             f"({len(group.rows)})" for group in groups]  # fmt: skip
-    ticks(axes, "y", range(len(groups)), texts)
+    ticks(axes, "y", range(len(groups)), [_name(group) for group in groups])
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
     open_axes(axes, grid="x")
     label(axes, x="ms" if in_ms else "s")
+
+
+def _name(group: Group) -> str:
+    letter = "" if group.index is None else f"{key(group.index)} "
+    count = f" ({len(group.rows)})"
+    return f"{letter}{shortened(visible(group.name), NAME_COLUMNS - len(letter) - len(count))}{count}"
 
 
 def _words(title: str, panels: list[tuple[str, np.ndarray]], groups: list[Group]) -> str:
@@ -131,5 +136,5 @@ def _words(title: str, panels: list[tuple[str, np.ndarray]], groups: list[Group]
             mine = seconds[group.rows]
             mine = mine[np.isfinite(mine)]
             middles.append(f"{what} {np.median(mine):.3g} s" if mine.size else f"{what}: none")
-        parts.append(f"{group.name} ({len(group.rows)} requests): {', '.join(middles)}")
+        parts.append(f"{group.name} ({counted(len(group.rows), 'request')}): {', '.join(middles)}")
     return f"{title}. Medians: {'; '.join(parts)}."

@@ -160,6 +160,7 @@ function liveStrip(label, point) {
     event.preventDefault();
     point(clamp(to, 0, last()), true);
   });
+  box.addEventListener("focus", () => story && speak());
   box.addEventListener("blur", () => point(null));
   canvas.addEventListener("pointermove", (event) => {
     const x = event.clientX - canvas.getBoundingClientRect().left - LIVE_GUTTER, token = place.first + Math.floor(x / place.cell);

@@ -75,6 +75,14 @@ def line_sample(axes: Axes, index: int, x: float, y: float, length: float) -> No
     adapter_line(axes, index, np.array([x, x + length / 2, x + length]), np.full(3, y), markevery=[1])
 
 
+def outside_marks(axes: Axes, x: np.ndarray, y: np.ndarray) -> None:
+    """Mark at the ends of a scale from 0 to 1 what lies beyond them."""
+    for marker, beyond, place in (("^", y > 1, 1.0), ("v", y < 0, 0.0)):
+        if beyond.any():
+            style = {"color": LIGHT.above, "markersize": 4, "clip_on": False, "label": "_outside"}
+            axes.plot(x[beyond], np.full(beyond.sum(), place), marker, **style)
+
+
 def swatch(axes: Axes, index: int, corner: tuple[float, float], size: tuple[float, float], **style: Any) -> None:
     """Draw a box in an adapter's colour."""
     box = Rectangle(corner, *size, facecolor=colour(index), edgecolor=edge(colour(index)), lw=0.5, **style)

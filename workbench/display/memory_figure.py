@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from workbench.display.drawing import whole_numbers
 from workbench.display.fonts import drawable
-from workbench.display.labels import runs, visible
+from workbench.display.labels import counted, runs, visible
 from workbench.display.marks import colour, edge, ink_on, key
 from workbench.display.palette import LIGHT
 from workbench.display.picture import Picture
@@ -98,7 +98,7 @@ def _slot_line(state: MemoryState) -> str:
     held = [slot for slot in state.slots if slot.adapter is not None]
     pinned = sum(slot.is_pinned for slot in held)
     return (
-        f"Slots: {len(held)} adapters of {_bytes(sum(slot.num_bytes for slot in held))} in stacks of "
+        f"Slots: {counted(len(held), 'adapter')} of {_bytes(sum(slot.num_bytes for slot in held))} in stacks of "
         f"{_bytes(state.slot_bytes)}; {sum(slot.leases > 0 for slot in held)} in use, {pinned} pinned."
     )
 
@@ -192,7 +192,7 @@ def _pool(axes: Axes, state: MemoryState, stop: int) -> None:
     ticks(axes, "y", [0.5], ["all blocks"])
     for first, last in runs(kinds):
         _blocks(axes, [(first, last - first)], (0, 1), int(kinds[first]), stop)
-    axes.tick_params(length=0, pad=2, labelcolor=LIGHT.ink)
+    axes.tick_params(length=0, pad=2, labelcolor=LIGHT.ink, labelsize=7.5)
     axes.xaxis.set_major_locator(whole_numbers(10))
 
 

@@ -10,11 +10,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from workbench.display.labels import counted
 from workbench.display.marks import HATCH
 from workbench.display.palette import LIGHT
 from workbench.display.picture import Picture
 from workbench.display.sheet import Sheet, head, heading, label, open_axes, plain, styled
-from workbench.display.tables import numbers, run_facts, table
+from workbench.display.tables import in_time, numbers, run_facts, table
 
 MOST_BARS = 240
 LEFT_IN, RIGHT_IN, PANEL_IN, GAP_IN = 0.85, 1.35, 1.1, 0.42
@@ -76,12 +77,13 @@ def timeline(steps: Any, title: str | None = None) -> Picture:
         UserError: it is none of these, or nothing was recorded.
     """
     frame = table(steps, "steps", STEP_COLUMNS, "throughput")
+    frame, left_out = in_time(frame)
     columns = {name: numbers(frame, name) for name in STEP_COLUMNS}
-    bars = Bars.of(columns["time_s"], columns["duration_ms"] / 1000)
+    bars = Bars.of(columns["time_s"], np.nan_to_num(columns["duration_ms"]) / 1000)
     title = title or "What the engine did over time"
     with styled():
         sheet = Sheet()
-        top = head(sheet, title, [*run_facts(steps), _summary(columns), _pooling(bars)]) + 0.25
+        top = head(sheet, title, [*run_facts(steps), _summary(columns), _pooling(bars) + left_out]) + 0.25
         panels = (_throughput, _rows, _milliseconds, _queue)
         for number, draw in enumerate(panels):
             axes = sheet.axes(LEFT_IN, top, sheet.width_in - LEFT_IN - RIGHT_IN, PANEL_IN)
@@ -93,15 +95,20 @@ def timeline(steps: Any, title: str | None = None) -> Picture:
 
 def _summary(columns: dict[str, np.ndarray]) -> str:
     seconds = np.nansum(columns["duration_ms"]) / 1000
-    span = np.nanmax(columns["time_s"]) - np.nanmin(columns["time_s"] - columns["duration_ms"] / 1000)
+    span = np.nanmax(columns["time_s"]) - np.nanmin(columns["time_s"] - np.nan_to_num(columns["duration_ms"]) / 1000)
     tokens = int(np.nansum(columns["tokens"]))
     rate = f"{tokens / span:.1f} tokens/s" if span > 0 else "in no time"
     adapted, scaling = (int(np.nansum(columns[name])) for name in ("adapted_rows", "scaling_rows"))
     return (
-        f"{len(columns['tokens'])} steps in {span:.2f} s ({seconds:.2f} s of them in forwards), {tokens} tokens "
-        f"generated ({rate}), {adapted + scaling} rows: {adapted} of adapted passes, {scaling} of scaling passes. "
-        f"Median step {np.nanmedian(columns['duration_ms']):.1f} ms."
+        f"{counted(len(columns['tokens']), 'step')} in {span:.2f} s ({seconds:.2f} s of them in forwards), "
+        f"{tokens} tokens generated ({rate}), {adapted + scaling} rows: {adapted} of adapted passes, {scaling} of scaling passes. "
+        f"Median step {_median(columns['duration_ms']):.1f} ms."
     )
+
+
+def _median(values: np.ndarray) -> float:
+    held = values[np.isfinite(values)]
+    return float(np.median(held)) if held.size else 0.0
 
 
 def _pooling(bars: Bars) -> str:
@@ -177,7 +184,7 @@ def _finish(axes: Axes, what: str, unit: str, values: np.ndarray) -> None:
 
 def time_axis(axes: Axes, first: float, last: float, is_last: bool) -> None:
     """Set the axis of seconds, labelled on the last panel only."""
-    axes.set_xlim(first, last if last > first else first + 1)
+    axes.set_xlim(*((first, last) if last > first else (first - 0.5, first + 0.5)))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10]))
     if is_last:
         label(axes, x="time since the recording began (s)")
@@ -226,16 +233,21 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "–"
 
 
+def _part(part: float, rest: float, what: str, did: str) -> str:
+    whole = part + rest
+    return f"{_share(part, whole)} of {whole:.0f} {what} {did}" if whole else f"no {what}"
+
+
 _CACHES = (
     _Cache("prefix cache: tokens found instead of computed", "tokens",
            ("cached_prompt_tokens", "cached_scaling_tokens"), ("adapted pass", "scaling pass"),
            lambda adapted, scaling: f"{adapted:.0f} of adapted passes, {scaling:.0f} of scaling passes"),
     _Cache("slots: adapters that were there, loaded, or had to leave", "count",
            ("slot_hits", "slot_loads", "slot_evictions"), ("hits", "loads", "evictions"),
-           lambda hits, loads, evictions: f"{_share(hits, hits + loads)} of {hits + loads:.0f} asks hit"),
+           lambda hits, loads, evictions: _part(hits, loads, "asks", "hit")),
     _Cache("scalings: own, or of an earlier token", "rows",
            ("scalings_computed", "scalings_reused"), ("computed", "reused"),
-           lambda computed, reused: f"{_share(reused, computed + reused)} of {computed + reused:.0f} rows reused"),
+           lambda computed, reused: _part(reused, computed, "rows", "reused")),
 )  # fmt: skip
 
 
@@ -251,13 +263,14 @@ def cache_hits(steps: Any, title: str | None = None) -> Picture:
     """
     wanted = ("time_s", *(column for cache in _CACHES for column in cache.columns))
     frame = table(steps, "steps", wanted, "cache")
+    frame, left_out = in_time(frame)
     time_s = numbers(frame, "time_s")
     title = title or "What was found instead of computed"
     words = []
     with styled():
         sheet = Sheet()
         note = "Running totals since the recording began."
-        top = head(sheet, title, [*run_facts(steps), f"{note}{_prompts(steps)}"]) + 0.25
+        top = head(sheet, title, [*run_facts(steps), f"{note}{left_out}{_prompts(steps)}"]) + 0.25
         for number, cache in enumerate(_CACHES):
             totals = [np.cumsum(np.nan_to_num(numbers(frame, column))) for column in cache.columns]
             says = cache.says(*(float(total[-1]) for total in totals))

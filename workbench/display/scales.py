@@ -51,7 +51,8 @@ class Scale:
     @property
     def colour_map(self) -> LinearSegmentedColormap:
         """The colours; NaN stays transparent so that the hatch behind it shows."""
-        made = LinearSegmentedColormap.from_list(self.name, self.colours)
+        # an odd number of steps: the middle of a symmetric scale has a step of its own
+        made = LinearSegmentedColormap.from_list(self.name, self.colours, N=257)
         return made.with_extremes(bad=(0, 0, 0, 0), over=self.above, under=self.below)
 
     def colour_of(self, value: float) -> str:

@@ -11,7 +11,17 @@ from workbench.display.drawing import RIGHT_IN, adapter_heading, percent
 from workbench.display.labels import visible
 from workbench.display.leading import with_others
 from workbench.display.legend import legend
-from workbench.display.marks import OTHERS_INDEX, adapter_line, colour, edge, end_letters, hatched, ink_on, key
+from workbench.display.marks import (
+    OTHERS_INDEX,
+    adapter_line,
+    colour,
+    edge,
+    end_letters,
+    hatched,
+    ink_on,
+    key,
+    outside_marks,
+)
 from workbench.display.palette import LIGHT
 from workbench.display.picture import Picture
 from workbench.display.sheet import DPI, Sheet, label, open_axes, plain, styled, ticks
@@ -180,9 +190,7 @@ def profile(axes: Axes, shares: Shares, number: int) -> None:
         bar = {"color": edge(colour(index)), "linewidth": 1}
         axes.vlines(places, low, high, label="spread", **bar)
         adapter_line(axes, index, places, means, label="mean", linestyle="none", markersize=5)
-    for marker, place in (("^", 1.0), ("v", 0.0)):
-        beyond = means > 1 if place else means < 0
-        axes.plot(places[beyond], np.full(beyond.sum(), place), marker, color=LIGHT.above, markersize=4, clip_on=False)
+    outside_marks(axes, places, means)
     group_axis(axes, shares.groups)
     ticks(axes, "y", (0, 0.5, 1), ("0", "0.5", "1"))
     open_axes(axes)

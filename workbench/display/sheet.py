@@ -167,7 +167,7 @@ def ticks(
     labels = [drawable(text, family) for text in texts]
     target.set_ticks(list(places), labels, fontsize=size, family=list(families(family)))
     for tick in target.get_major_ticks():
-        plain(tick.label1)
+        plain(tick.label1), plain(tick.label2)
 
 
 def label(axes: Axes, x: str | None = None, y: str | None = None, size: float = 7.5) -> None:

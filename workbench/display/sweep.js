@@ -1,7 +1,7 @@
 // Last part of the view of a sweep: what can be chosen, the panels, the legend, and the table of the same numbers.
 
 const SWEEP_CHOICES = ["x", "y", "series", "facet", "filters", "log_x", "log_y"];
-const SWEEP_MOST_PANELS = 12, SWEEP_MOST_LINES = 500, SWEEP_MOST_TICKS = 60;
+const SWEEP_MOST_PANELS = 12, SWEEP_MOST_LINES = 500, SWEEP_MOST_TICKS = 60, SWEEP_MOST_SERIES = 500;
 
 function sweepSelect(view, label, name, columns, none) {
   const list = make("select", { "data-choice": name, onchange: (event) => view.choose({ [name]: event.target.value }) },
@@ -155,11 +155,11 @@ function sweepDraw(view) {
 }
 
 function sweepControls(view) {
-  const splits = sweepSplits(view.data), measures = sweepMeasures(view.data), { x, series, facet } = view.choice;
+  const splits = sweepSplits(view.data), few = sweepSplits(view.data, SWEEP_MOST_SERIES), measures = sweepMeasures(view.data), { x, series, facet } = view.choice;
   // what was chosen in Python can be chosen here too, even if it does not vary
-  const withOwn = (name) => (name && !splits.some((one) => one.name === name) ? [view.data.columns[name], ...splits] : splits);
-  return make("div", { class: "lw-controls" }, sweepSelect(view, "x", "x", withOwn(x)), sweepToggle(view, "log x", "log_x"), sweepSelect(view, "y", "y", measures), sweepToggle(view, "log y", "log_y"),
-    sweepSelect(view, "curves", "series", withOwn(series), true), sweepSelect(view, "panels", "facet", withOwn(facet), true), sweepFilters(view));
+  const withOwn = (name, among) => (name && !among.some((one) => one.name === name) ? [view.data.columns[name], ...among] : among);
+  return make("div", { class: "lw-controls" }, sweepSelect(view, "x", "x", withOwn(x, splits)), sweepToggle(view, "log x", "log_x"), sweepSelect(view, "y", "y", measures), sweepToggle(view, "log y", "log_y"),
+    sweepSelect(view, "curves", "series", withOwn(series, few), true), sweepSelect(view, "panels", "facet", withOwn(facet, few), true), sweepFilters(view));
 }
 
 function renderSweep({ model, el }) {

@@ -16,8 +16,8 @@ function sweepData(model) {
 }
 
 // columns that can split, those that were made to first; and columns that can be drawn
-function sweepSplits(data) {
-  const able = Object.values(data.columns).filter((column) => column.labels && column.labels.length > 1);
+function sweepSplits(data, most = Infinity) {
+  const able = Object.values(data.columns).filter((column) => column.labels && column.labels.length > 1 && column.labels.length <= most);
   return [...able.filter((one) => one.is_axis && !one.is_repeat), ...able.filter((one) => one.is_repeat), ...able.filter((one) => !one.is_axis)];
 }
 
@@ -90,7 +90,7 @@ function sweepMean(values) {
 
 // axes that vary among the rows of one point: its mean is over them, too
 function sweepAveraged(data, choice, kept) {
-  const split = [choice.x, choice.series, choice.facet].filter((name) => name && data.columns[name].is_axis);
+  const split = [choice.x, choice.series, choice.facet].filter((name) => name && data.columns[name].codes);
   const found = [];
   for (const column of Object.values(data.columns)) {
     if (!column.is_axis || column.is_repeat || !column.codes || split.includes(column.name)) continue;

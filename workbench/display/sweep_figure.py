@@ -107,7 +107,7 @@ def _panel(axes: Axes, view: SweepView, part: pandas.DataFrame, drawn: Series, l
     labels = [spelled(value) for value in view.points.labels(view.x)]
     values = view.points.labels(view.x)
     present = [place for place, text in enumerate(labels) if text in {spelled(one) for one in part["x"]}]
-    is_number = all(isinstance(values[place], int | float) or labels[place] == NONE for place in present)
+    is_number = all(value is None or (isinstance(value, int | float) and math.isfinite(value)) for value in values)
     places = _places(axes, view, [values[p] for p in present], [labels[p] for p in present], is_number)
     if view.log_y and limits[0] > 0:
         axes.set_yscale("log")

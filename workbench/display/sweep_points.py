@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 REPEATS = ("repeat", "round", "trial", "seed")  # columns that only tell repeats apart
 NONE = "none"  # how a missing value of an axis is spelled
 MOST_VALUES = 64  # of a numeric column that counts as an axis
+MOST_LABELS, MOST_NUMBERS = 500, 5000
 _LONG = ("metric", "value")
 
 
@@ -56,15 +57,24 @@ class Points:
 
     def default_x(self) -> str | None:
         """Return the axis to begin with: the first numeric one that varies, else the first that does."""
-        varying = [axis for axis in self.axes if axis not in REPEATS and self.frame[axis].nunique(dropna=False) > 1]
+        able = [axis for axis in self.axes if self.can_split(axis)]
+        varying = [axis for axis in able if axis not in REPEATS and self.frame[axis].nunique(dropna=False) > 1]
         numeric = [axis for axis in varying if _is_number(self.frame[axis])]
-        chosen = numeric or varying or list(self.axes) or list(self.frame.columns)
-        return chosen[0] if chosen else None
+        return next(iter([*numeric, *varying, *able, *self.metrics]), None)
 
-    def default_y(self) -> str | None:
-        """Return the first metric that varies, or the first."""
-        varying = [name for name in self.metrics if self.frame[name].nunique() > 1]
-        return next(iter([*varying, *self.metrics]), None)
+    def default_y(self, x: str | None = None) -> str | None:
+        """Return the first metric that varies, or the first; not `x`, if there is another."""
+        others = [name for name in self.metrics if name != x]
+        varying = [name for name in others if self.frame[name].nunique() > 1]
+        return next(iter([*varying, *others, *self.metrics]), None)
+
+    def can_split(self, column: str) -> bool:
+        """Whether a column has few enough values to be an axis of a chart: more texts than `MOST_LABELS` split nothing.
+
+        Numbers may have `MOST_NUMBERS`.
+        """
+        most = MOST_NUMBERS if _is_number(self.frame[column]) else MOST_LABELS
+        return self.frame[column].nunique(dropna=False) <= most
 
     def labels(self, column: str) -> list[Any]:
         """Return an axis's values in the order in which they are drawn: numbers by size, others as they come."""
@@ -126,12 +136,13 @@ def aggregate(
     frame = kept(points, where)
     keys = {name: column for name, column in (("facet", facet), ("series", series), ("x", x)) if column is not None}
     codes = pd.DataFrame({name: _codes(points, column).loc[frame.index] for name, column in keys.items()})
+    labels = {name: points.labels(column) for name, column in keys.items()}
     lines = []
     for group, part in frame.groupby([codes[name] for name in keys], sort=True):
         values = part[y].to_numpy(dtype=np.float64, na_value=np.nan)
         mean = mean_interval(values)
         line = dict(zip(keys, group if isinstance(group, tuple) else (group,), strict=True))
-        line = {name: points.labels(keys[name])[int(code)] for name, code in line.items()}
+        line = {name: labels[name][int(code)] for name, code in line.items()}
         lines.append({
             **line, "mean": mean.value, "low": mean.low, "high": mean.high, "n": mean.n, "lost": len(values) - mean.n,
         })  # fmt: skip
@@ -150,8 +161,8 @@ def kept(points: Points, where: Mapping[str, Sequence[Any]] | None) -> pandas.Da
 def averaged_over(points: Points, chosen: Iterable[str | None], where: Mapping[str, Sequence[Any]] | None) -> list[str]:
     """Return the axes that vary among the rows of one point: a mean is over them too."""
     frame = kept(points, where)
-    split = [column for column in dict.fromkeys(chosen) if column is not None and column in points.axes]
-    others = [axis for axis in points.axes if axis not in split and axis not in REPEATS]
+    split = [column for column in dict.fromkeys(chosen) if column]
+    others = [axis for axis in points.axes if axis not in split and axis not in REPEATS and points.can_split(axis)]
     groups = frame.groupby([_codes(points, column).loc[frame.index] for column in split]) if split else None
     counts = {axis: (groups[axis].nunique(dropna=False) if groups is not None else None) for axis in others}
     found = []
@@ -223,7 +234,7 @@ def _tidied(frame: pandas.DataFrame) -> pandas.DataFrame:
         frame = frame.reset_index()
     frame = frame.reset_index(drop=True).copy()
     if frame.columns.nlevels > 1:
-        frame.columns = ["_".join(map(str, parts)) for parts in frame.columns]
+        frame.columns = ["_".join(str(part) for part in parts if part != "") for parts in frame.columns]
     frame.columns = [str(name) for name in frame.columns]
     repeated = sorted({name for name in frame.columns if list(frame.columns).count(name) > 1})
     if repeated:

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 TITLE = "A sweep"
 AUTO = "auto"
 THEMES = ("auto", "light", "dark")
-MOST_LABELS = 500  # of an axis; a column with more splits nothing
 MOST_SERIES = 12  # drawn at first; the others are one tick away
 _COLOURS = 40
 # the traits a page is made from
@@ -104,7 +103,8 @@ class SweepView(anywidget.AnyWidget):
         others = averaged_over(self.points, (self.x, self.series, self.facet), self.filters)
         if others:
             found.append(f"Each point is a mean over {', '.join(others)} as well: split or filter by it.")
-        lost = int(np.isnan(kept(self.points, self.filters)[self.y].to_numpy(np.float64, na_value=np.nan)).sum())
+        values = kept(self.points, self.filters)[self.y].to_numpy(np.float64, na_value=np.nan)
+        lost = int((~np.isfinite(values)).sum())
         if lost:
             found.append(f"{lost} {'row has' if lost == 1 else 'rows have'} no {self.y}, and no part in a mean.")
         return found
@@ -160,7 +160,8 @@ def sweep_view(
     if theme not in THEMES:
         raise UserError(f"theme is one of {names(THEMES)}, not {theme!r}{nearest(theme, THEMES)}")
     found = points_of(points, axes, metrics)
-    chosen = {"x": x or found.default_x() or "", "y": y or found.default_y() or ""}
+    chosen = {"x": x or found.default_x() or ""}
+    chosen["y"] = y or found.default_y(chosen["x"]) or ""
     for role, name in (("x", x), ("y", y), ("series", None if series == AUTO else series), ("facet", facet)):
         if name:
             found.require(role, name)
@@ -213,15 +214,15 @@ def state_of(points: Points) -> dict[str, Any]:
             "is_repeat": name in REPEATS, "labels": None, "said": None, "label_values": None, "codes_at": None,
             "numbers_at": None,
         }  # fmt: skip
-        if len(labels) <= MOST_LABELS:
+        if points.can_split(name):
             spelt = [spelled(value) for value in labels]
             place = {label: number for number, label in enumerate(spelt)}
             entry |= {"labels": spelt, "said": list(map(visible, spelt)), "codes_at": len(codes)}
             codes.append(np.array([place[spelled(value)] for value in values], dtype="<i4"))
-            if is_number:
+            if is_number and all(value is None or np.isfinite(value) for value in labels):
                 entry["label_values"] = [None if value is None else float(value) for value in labels]
-        elif not is_number:
-            notes.append(f"{name} has {len(labels)} different values: it splits nothing and is left out.")
+        else:
+            notes.append(f"{name} has {len(labels)} different values: it splits nothing.")
         if is_number:
             entry["numbers_at"] = len(numbers)
             numbers.append(values.to_numpy(dtype="<f8", na_value=np.nan))

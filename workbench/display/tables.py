@@ -36,7 +36,8 @@ def table(source: Any, kind: str, columns: Sequence[str], record: str) -> pandas
     lacking = [column for column in columns if column not in found.columns]
     if lacking:
         hint = nearest(lacking[0], map(str, found.columns))
-        raise UserError(f"these {kind} lack the columns {names(lacking)}{hint}; record {record!r} to have them")
+        recorded = f"which engine.record({record!r}) makes"
+        raise UserError(f"these {kind} lack the columns {names(lacking)}, {recorded}{hint}")
     if not len(found):
         raise UserError(f"there are no {kind} to draw: none was recorded")
     return found
@@ -52,6 +53,21 @@ def numbers(frame: pandas.DataFrame, column: str) -> np.ndarray:
         return frame[column].to_numpy(dtype=np.float64, na_value=np.nan)
     except (TypeError, ValueError):
         raise UserError(f"column {column!r} must hold numbers, not {frame[column].dtype} values") from None
+
+
+def in_time(frame: pandas.DataFrame) -> tuple[pandas.DataFrame, str]:
+    """Return the steps that have a time, in its order, and a note on those that have none.
+
+    Raises:
+        UserError: none has.
+    """
+    time_s = numbers(frame, "time_s")
+    held = np.isfinite(time_s)
+    if not held.any():
+        raise UserError("none of these steps has a time in its column 'time_s'")
+    order = np.flatnonzero(held)[np.argsort(time_s[held], kind="stable")]
+    left = len(frame) - len(order)
+    return frame.iloc[order], f" {left} steps have no time and are left out." if left else ""
 
 
 def run_facts(source: Any) -> list[str]:

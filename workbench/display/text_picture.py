@@ -6,6 +6,7 @@ import textwrap
 
 import numpy as np
 
+from workbench.display.fonts import MONO, drawable, families
 from workbench.display.labels import badges, facts, runs, visible
 from workbench.display.picture import Picture
 from workbench.display.sheet import Sheet, head, styled
@@ -95,7 +96,8 @@ def _figure(trace: Trace, title: str):
             shown = lines[:left] + (["…"] if len(lines) > left else [])
             for number, line in enumerate(shown):
                 place = top + LINE_IN * (number + 1.1)
-                sheet.text(0.2, place, line.replace("\t", "    "), size=8, family="DejaVu Sans Mono")
+                drawn = drawable(line.replace("\t", "    "), MONO)
+                sheet.text(0.2, place, drawn, size=8).set_family(list(families(MONO)))
             left -= len(shown)
             top += LINE_IN * (len(shown) + 1.8)
         return sheet.close(top + 0.1)

@@ -11,7 +11,7 @@ from workbench.display.drawing import LINE_TOKENS, RIGHT_IN, boundary, name_part
 from workbench.display.labels import runs
 from workbench.display.leading import with_others
 from workbench.display.legend import legend
-from workbench.display.marks import OTHERS_INDEX, adapter_line, end_letters, hatched, leader_bars
+from workbench.display.marks import OTHERS_INDEX, adapter_line, end_letters, hatched, leader_bars, outside_marks
 from workbench.display.palette import LIGHT
 from workbench.display.picture import Picture
 from workbench.display.sheet import DPI, Sheet, heading, label, open_axes, plain, styled, ticks
@@ -37,7 +37,7 @@ def over_time(trace: Trace, smooth: int = 1, title: str | None = None) -> Pictur
         UserError: the trace has no scalings, or `smooth` is no positive number of tokens.
     """
     require_scalings(trace)
-    if not isinstance(smooth, int) or smooth < 1:
+    if not isinstance(smooth, int) or isinstance(smooth, bool) or smooth < 1:
         raise UserError(f"smooth={smooth!r} is no number of tokens to take the mean over; 1 draws every token's value")
     title = title or "Each adapter's share along the text"
     shown, raw = shares_along(trace)
@@ -92,9 +92,7 @@ def share_lines(
             adapter_line(axes, index, tokens, raw[:, line], alpha=0.3, linewidth=0.7, marker="", label="_raw")
         marked = (line * every // len(shown), every)
         adapter_line(axes, index, tokens, means[:, line], markevery=marked, label=str(index))
-        for marker, beyond, place in (("^", means[:, line] > 1, 1.0), ("v", means[:, line] < 0, 0.0)):
-            style = {"color": LIGHT.above, "markersize": 4, "clip_on": False, "label": "_outside"}
-            axes.plot(tokens[beyond], np.full(beyond.sum(), place), marker, **style)
+        outside_marks(axes, tokens, means[:, line])
     held = np.flatnonzero(~np.isnan(means).all(1))
     if held.size:
         end_letters(axes, tokens[-1] + 0.5, [(index, means[held[-1], line]) for line, index in enumerate(shown)], 0.062)

@@ -25,6 +25,7 @@ PANELS_LEFT_IN = 0.62
 
 def token_adapter(trace: Trace, title: str | None = None) -> Picture:
     """Draw tokens across and adapters down (mean over sites), the text wrapped over several lines."""
+    require_scalings(trace)
     return _figure(trace, title, lines=True, panels=())
 
 
@@ -34,11 +35,13 @@ def site_token(trace: Trace, title: str | None = None, adapters: Sequence[str] |
     Raises:
         UserError: no adapter of that name.
     """
+    require_scalings(trace)
     return _figure(trace, title, lines=False, panels=_panels(trace, adapters))
 
 
 def overview(trace: Trace, title: str | None = None) -> Picture:
     """Draw both: the token lines, then the site panels."""
+    require_scalings(trace)
     return _figure(trace, title, lines=True, panels=_panels(trace, None))
 
 
@@ -64,7 +67,6 @@ def _panels(trace: Trace, adapters: Sequence[str] | None) -> tuple[int, ...]:
 
 def _figure(trace: Trace, title: str | None, lines: bool, panels: tuple[int, ...]) -> Picture:
     """Draw the parts that are asked for, one below the other."""
-    require_scalings(trace)
     title = title or TITLE
     with styled():
         sheet = Sheet()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,14 +45,6 @@ class Ran:
     keys: Mapping[str, str] = field(default_factory=dict)
     num_inputs: int = 0
     unmeasured: tuple[str, ...] = ()
-
-
-def snapshot(request: Request) -> Request:
-    """Return an ended request without what leads to its engine: a trace may be made of it long after."""
-    kept = copy.copy(request)
-    kept.on_text = kept.on_progress = kept.grammar = kept.matcher = kept.history = None
-    kept.streams = {}
-    return kept
 
 
 def require_traceable(request: Request, ran: Ran, wanted: Wanted) -> None:

@@ -16,7 +16,7 @@ from workbench.engine.measuring import Measured, Measurement
 from workbench.engine.request import Request
 from workbench.engine.tally import Tally, request_row
 from workbench.engine.text import token_texts
-from workbench.engine.traces import Ran, TraceLabels, require_traceable, snapshot, trace_of
+from workbench.engine.traces import Ran, TraceLabels, require_traceable, trace_of
 from workbench.errors import UserError
 from workbench.instrument.recorded import Recorded
 from workbench.instrument.recorder import Recorder
@@ -122,7 +122,7 @@ class Watcher:
             return
         watched = self._watched.pop(request, None) or _Watched(self._ran(request))
         ran, name = self._ended_ran(request, watched), self._free_id(request.id)
-        extras, request = self._extras(request, watched), snapshot(request)
+        extras = self._extras(request, watched)
         tokenizer = self._engine.tokenizer
         prompt = "".join(token_texts(tokenizer, request.prompt_ids)) if tokenizer else ""
         row = request_row(request, self.recorder.began_s, prompt)

@@ -288,7 +288,8 @@ class CompareLive(Live):
             if current.ended is not None:
                 self.tell({**current.ended, "page": page})
 
-    def _on_run(self, _: dict[str, Any]) -> None:
+    def _on_run(self, content: dict[str, Any]) -> None:
+        self._take_typed(content, ("prompt",))
         self.run()
 
     def _on_stop(self, _: dict[str, Any]) -> None:

@@ -181,7 +181,7 @@ class Console(Live):
             self.voices = listed
             if gone and not self.is_running:
                 before, self.voice = self.voice, known[0].id
-                self.say(f"{before.partition(':')[2]!r} is not loaded any more; chosen: {listed[0]['label']}")
+                self.say(f"{before.partition(':')[2]!r} is not loaded; now chosen: {listed[0]['label']}", is_error=True)
             self._choose()
 
     def __repr__(self) -> str:
@@ -292,9 +292,13 @@ class Console(Live):
             if playing.ended is not None:
                 self.tell({**playing.ended, **page})
 
-    def _on_run(self, _: dict[str, Any]) -> None:
+    def _on_run(self, content: dict[str, Any]) -> None:
+        self._take_typed(content, ("prompt", "voice", "values", "chat"))
+        asked = self.voice
         self.refresh()
-        self.run()
+        # whoever was asked for is gone: nobody else answers unasked
+        if self.voice == asked:
+            self.run()
 
     def _on_stop(self, _: dict[str, Any]) -> None:
         self.stop()

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import anywidget
-from traitlets import Dict, List, Unicode
+from traitlets import Dict, List, TraitError, Unicode
 
 from workbench.display import page
 from workbench.display.palette import themes
@@ -77,6 +77,7 @@ class Live(anywidget.AnyWidget):
             self._is_over = True
             self._cell_hook()
             self.stop()
+            self.layout.close()
         super().close()
 
     def stop(self) -> None:
@@ -99,6 +100,15 @@ class Live(anywidget.AnyWidget):
             self.say(str(error), is_error=True)
         except Exception as error:  # shown where the user looks; a widget has no cell to raise in
             self.say(f"{type(error).__name__}: {error}", is_error=True)
+
+    def _take_typed(self, content: dict[str, Any], fields: Sequence[str]) -> None:
+        """Take what was typed from a message: as a trait of its own it may come later."""
+        for name in fields:
+            if name in content:
+                try:
+                    setattr(self, name, content[name])
+                except TraitError:
+                    raise UserError(f"the page sent a {name} that is none: {content[name]!r}") from None
 
     def _on_hello(self, content: dict[str, Any]) -> None:
         self._views.add(str(content.get("page")))

@@ -47,7 +47,8 @@ class Processes:
         if jobs < 1:
             raise UserError(f"--jobs must be at least 1, not {jobs}")
         if importlib.util.find_spec("joblib") is None:
-            raise UserError("--jobs needs joblib, which is not installed here; type `pip install joblib`")
+            raise UserError("--jobs needs joblib, which is not installed here; type `pip install "
+                            "'lora-workbench[sweep]'`")
         self.jobs, self.threads = jobs, threads
 
     def run(self, store: Store, units: Sequence[Unit], stop: threading.Event) -> Iterator[Answer]:
@@ -90,7 +91,7 @@ class Processes:
             if stop.is_set():
                 return
             begun.append(unit)
-            yield delayed(work)(store, unit, self.threads)
+            yield delayed(work)(store, unit, self.threads, self.jobs)
 
 
 class RayCluster:
@@ -98,61 +99,86 @@ class RayCluster:
 
     Args:
         address: "local" starts one here; "auto" or host:port joins one.
-        workers: of a local one; None is one per two cores.
+        workers: of a local one; None is one per core.
         cpus, gpus: what a unit asks for.
     """
 
     def __init__(self, address: str = "local", workers: int | None = None, cpus: float = 1, gpus: float = 0):
         if importlib.util.find_spec("ray") is None:
             raise UserError("--ray needs Ray, which is not installed here; type `pip install 'lora-workbench[ray]'`")
+        if not cpus > 0 or gpus < 0:
+            raise UserError(f"a point needs more than 0 --cpus and at least 0 --gpus, not {cpus:g} and {gpus:g}")
         self.address, self.workers, self.cpus, self.gpus = address, workers, cpus, gpus
 
     def run(self, store: Store, units: Sequence[Unit], stop: threading.Event) -> Iterator[Answer]:
-        """Yield each unit's result."""
+        """Yield each unit's result.
+
+        Raises:
+            UserError: no cluster there, one too small for a unit, or workers that write elsewhere.
+        """
         import ray
 
         own = not ray.is_initialized()
         if own:
-            options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
-            if self.address == "local":
-                options |= {"num_cpus": self.workers} if self.workers else {}
-            else:
-                options["address"] = self.address
-            ray.init(**options)
+            self._connect(ray)
         try:
-            yield from self._run(ray, store, units, stop)
+            yield from self._run(ray, store.absolute(), units, stop)
         finally:
             if own:
                 ray.shutdown()
 
+    def _connect(self, ray: Any) -> None:
+        options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+        if self.address == "local" and self.workers:
+            options["num_cpus"] = self.workers * self.cpus
+        try:
+            ray.init(address=self.address, **options)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise UserError(f"--ray {self.address}: no Ray cluster there ({str(error).splitlines()[0]}); start one "
+                            "with `ray start --head`, or use --ray local") from None
+
     def _run(self, ray: Any, store: Store, units: Sequence[Unit], stop: threading.Event) -> Iterator[Answer]:
+        room = self._room(ray)
         # ray's own retries would begin a unit behind our back after a stop
         remote = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_retries=0)(work)
         waiting, running, tried = list(units), {}, Counter()
-        room = max(1, int(ray.cluster_resources().get("CPU", 1) // self.cpus)) if self.cpus else len(waiting)
         while waiting or running:
             while waiting and len(running) < room and not stop.is_set():
                 unit = waiting.pop(0)
-                running[remote.remote(store, unit, None)] = unit
+                running[remote.remote(store, unit, None, room)] = unit
             if not running:
                 return
             ready, _ = ray.wait(list(running), num_returns=1, timeout=1)
             for reference in ready:
                 unit = running.pop(reference)
                 try:
-                    yield ray.get(reference)
-                except ray.exceptions.WorkerCrashedError:
+                    answer = ray.get(reference)
+                except ray.exceptions.RayTaskError as error:
+                    raise error.cause if isinstance(error.cause, UserError) else error from None
+                except ray.exceptions.RayError:  # the worker, or its whole machine, died
                     tried[unit.name] += 1
                     if tried[unit.name] < TRIES:
                         waiting.insert(0, unit)
                     else:
                         yield unit, died(store, unit)
-                except ray.exceptions.RayTaskError as error:
-                    raise error.cause if isinstance(error.cause, UserError) else error from None
+                    continue
+                if store.result(unit) is None:
+                    raise UserError(f"a worker wrote its result to {str(store.path(unit))!r}, which is not there on "
+                                    "this machine; give an --out that all machines of the cluster share")
+                yield answer
+
+    def _room(self, ray: Any) -> int:
+        """Return how many units the cluster runs at once."""
+        has = ray.cluster_resources()
+        wants = {"CPU": self.cpus, "GPU": self.gpus}
+        for kind, option in (("CPU", "--cpus"), ("GPU", "--gpus")):
+            if wants[kind] > has.get(kind, 0):
+                raise UserError(f"a point asks for {option} {wants[kind]:g}, but the cluster has {has.get(kind, 0):g}")
+        return max(1, int(min(has[kind] / wants[kind] for kind in wants if wants[kind])))
 
 
-def work(store: Store, unit: Unit, threads: int | None) -> Answer:
-    """Run one unit in a worker process."""
+def work(store: Store, unit: Unit, threads: int | None, workers: int) -> Answer:
+    """Run one unit in a worker process, one of `workers` that may be on this machine."""
     if threading.current_thread() is threading.main_thread():
         # Ctrl-C is for the process that the user talks to: it lets this unit finish
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -160,6 +186,9 @@ def work(store: Store, unit: Unit, threads: int | None) -> Answer:
         import torch
 
         torch.set_num_threads(threads)
+    from workbench.sweep.tasks import share_memory
+
+    share_memory(workers)
     return unit, execute(store, unit, _measure())
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import UserError, names, nearest
-from workbench.sweep.point import PointSettings
+from workbench.sweep.point import SETTINGS, PointSettings
 
 _KEYS = ("name", "question", "repeats", "baseline", "fixed", "axes", "block")
 _BLOCK_KEYS = ("fixed", "axes")
@@ -90,8 +91,7 @@ class Grid:
             raise UserError(f"{where}: 'question' is {question!r}, expected a sentence")
         found = [point for block in _blocks(data, where) for point in _product(*block, path, where)]
         points = tuple(dict.fromkeys(found))
-        varied = tuple(key for key in PointSettings.__dataclass_fields__
-                       if len({getattr(point, key) for point in points}) > 1)
+        varied = tuple(key for key in SETTINGS if len({getattr(point, key) for point in points}) > 1)
         baseline = data.get("baseline", {})
         if not isinstance(baseline, Mapping):
             raise UserError(f"{where}: 'baseline' is {baseline!r}, expected settings such as {{ mode = 'base' }}")
@@ -127,12 +127,13 @@ class Grid:
             found = [point for point in self.points if point.id.startswith(wanted)]
         else:
             found = list(self.points)
-            for part in wanted.split(","):
-                key, _, value = part.strip().partition("=")
-                if key not in PointSettings.__dataclass_fields__:
+            # commas inside brackets belong to a value: prompt_tokens=[8, 64]
+            for part in re.split(r",(?![^\[(]*[\])])", wanted):
+                key, _, value = (each.strip() for each in part.partition("="))
+                if key not in SETTINGS:
                     raise UserError(f"--only {wanted!r}: no setting {key!r}{nearest(key, self.varied)}; points differ "
                                     f"in {names(self.varied, 20)}")
-                found = [point for point in found if str(point.settings.get(key)) == value]
+                found = [point for point in found if value in _spellings(point.settings.get(key))]
         if not found:
             raise UserError(f"--only {wanted!r} fits none of the {len(self.points)} points; they differ in "
                             f"{names(self.varied, 20)}")
@@ -173,9 +174,8 @@ def _product(fixed: Mapping[str, Any], axes: Mapping[str, list], path: Path | No
     for values in itertools.product(*axes.values()):
         given = {**fixed, **dict(zip(axes, values, strict=True))}
         said = " ".join(f"{key}={value}" for key, value in zip(axes, values, strict=True))
-        if path is not None and "trace" in given and not Path(given["trace"]).is_absolute():
-            given["trace"] = str(path.parent / given["trace"])
-        found.append(PointSettings.of(given, f"{where}: point {said}" if said else where))
+        folder = None if path is None else path.parent
+        found.append(PointSettings.of(given, f"{where}: point {said}" if said else where, folder))
     return found
 
 
@@ -184,7 +184,7 @@ def _axes(given: Any, where: str) -> dict[str, list]:
     for key, values in axes.items():
         if not isinstance(values, list) or not values:
             raise UserError(f"{where}: {key!r} is {values!r}, expected a list of values; one value belongs to fixed")
-        if len({json.dumps(value) for value in values}) < len(values):
+        if len({repr(value) for value in values}) < len(values):
             raise UserError(f"{where}: {key!r} names a value twice")
     return axes
 
@@ -198,10 +198,16 @@ def _table(given: Any, where: str) -> dict[str, Any]:
 def _require_keys(data: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
     for key in data:
         if key not in known:
-            hint = nearest(key, [*known, *PointSettings.__dataclass_fields__])
-            is_setting = key in PointSettings.__dataclass_fields__
+            hint = nearest(key, [*known, *SETTINGS])
+            is_setting = key in SETTINGS
             fix = "; settings of points belong to [fixed] or [axes]" if is_setting else hint
             raise UserError(f"{where}: unknown key {key!r}{fix}; the keys are {names(known)}")
+
+
+def _spellings(value: Any) -> set[str]:
+    """Return how a value may be written in a filter: as Python shows it, as TOML writes it."""
+    said = {str(value), json.dumps(value), json.dumps(value, separators=(",", ":"))}
+    return said | ({"none"} if value is None else set())
 
 
 def _other_grids(path: Path) -> str:

@@ -10,8 +10,9 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 from workbench.config import ATTENTION, DTYPES, require_choice
@@ -36,6 +37,7 @@ class PointSettings:
         task: "throughput": run requests and time them; "fidelity": compare a reuse policy with exact scalings.
         base, dtype, device, drafting, attention, max_rows_per_step, max_requests, kv_bytes, prefix_cache: of the
             engine; see `EngineConfig`.
+            A base that nobody names is the demo's; for a mixture of one's own, the one it was made for.
         mode: base, lora (an adapter each), merged (all adapters in equal parts) or xlora.
         adapters: how many synthetic adapters there are, for lora and merged.
         rank: theirs; a list is dealt out in turn, so that one batch holds several ranks.
@@ -54,10 +56,11 @@ class PointSettings:
         texts: a set of texts that comes with the demo, or a file, for fidelity.
         passages, passage_tokens, prefix_tokens: how many texts, how long, and how much of each is the prompt.
         seed: of prompts, adapters, popularity and arrivals.
+        folder: where the point was said: files are named from there. No setting: it decides nothing.
     """
 
     task: str = "throughput"
-    base: str = "demo"
+    base: str | None = None
     dtype: str = "float32"
     device: str | None = None
     drafting: bool = True
@@ -88,24 +91,25 @@ class PointSettings:
     passage_tokens: int | None = None
     prefix_tokens: int | None = None
     seed: int = 0
+    folder: str | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], where: str) -> PointSettings:
+    def of(cls, given: Mapping[str, Any], where: str, folder: Path | None = None) -> PointSettings:
         """Return the point of some settings, defaults filled in.
 
         Args:
             given: settings by name; `tgt_non_granular_index` (a number, or "none") is short for a policy.
             where: begins each error.
+            folder: where the point is said; None is the working directory.
 
         Raises:
             UserError: an unknown setting, a value that means nothing, or settings that contradict each other.
         """
         values = dict(given)
-        known = [item.name for item in fields(cls)]
         for key in values:
-            if key not in known and key != "tgt_non_granular_index":
-                raise UserError(f"{where}: unknown setting {key!r}{nearest(key, known)}; the settings are "
-                                f"{names(known, len(known))}")
+            if key not in SETTINGS and key != "tgt_non_granular_index":
+                raise UserError(f"{where}: unknown setting {key!r}{nearest(key, SETTINGS)}; the settings are "
+                                f"{names(SETTINGS, len(SETTINGS))}")
         if "tgt_non_granular_index" in values:
             k = values.pop("tgt_non_granular_index")
             if "policy" in values:
@@ -114,14 +118,14 @@ class PointSettings:
             values["policy"] = exact().name if k == _NONE else _named(where, lambda: non_granular(k).name)
         for key, value in values.items():
             values[key] = tuple(value) if isinstance(value, list) else value
-        point = cls(**values)
+        point = cls(**values, folder=None if folder is None else str(folder))
         point._check(where)
         return point._filled()
 
     @property
     def settings(self) -> dict[str, Any]:
         """What was said or is read by default, JSON-able."""
-        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        found = {key: getattr(self, key) for key in SETTINGS}
         return {key: list(value) if isinstance(value, tuple) else value
                 for key, value in found.items() if value is not None}
 
@@ -136,12 +140,18 @@ class PointSettings:
         """The settings that the engine reads."""
         return {key: value for key, value in self.settings.items() if key in ENGINE}
 
+    def file(self, key: str) -> Path:
+        """Return the path of a setting that names a file."""
+        return Path(self.folder or ".") / getattr(self, key)
+
     def label(self, keys: Sequence[str]) -> str:
         """Return what distinguishes it among points that differ in `keys`."""
         said = self.settings
         return " ".join(f"{key}={said[key]}" for key in keys if key in said) or self.mode
 
     def _check(self, where: str) -> None:
+        for key in ("task", "mode", "dtype", "attention"):
+            _require(where, key, getattr(self, key), lambda value: isinstance(value, str), "a text")
         require_choice(where, "task", self.task, TASKS)
         require_choice(where, "mode", self.mode, MODES)
         require_choice(where, "dtype", self.dtype, DTYPES)
@@ -177,6 +187,8 @@ class PointSettings:
             self._refuse(where, f"mode {self.mode!r} reads no adapters of its own", "popularity", "slots")
             if self.mode == "base" or self.mixture != "synthetic":
                 self._refuse(where, f"mode {self.mode!r} makes no adapters", "adapters", "rank")
+        if self.mixture == "synthetic" and isinstance(self.rank, tuple):
+            raise UserError(f"{where}: the synthetic mixture's adapters have one rank, not {list(self.rank)}")
         if self.mode == "merged":
             self._refuse(where, "mode 'merged' uses all adapters alike", "popularity")
         if self.mode == "lora" and self.slots and self.adapters and self.slots > self.adapters:
@@ -191,6 +203,10 @@ class PointSettings:
         total, prefix = self.passage_tokens or _DEFAULTS["fidelity"]["passage_tokens"], self.prefix_tokens
         if prefix is not None and prefix >= total:
             raise UserError(f"{where}: prefix_tokens is {prefix}, but a passage has {total} tokens")
+        prefix = prefix or _DEFAULTS["fidelity"]["prefix_tokens"]
+        if self.texts == "switching" and prefix >= total // 2:
+            raise UserError(f"{where}: prefix_tokens is {prefix}, but 'switching' texts of {total} tokens change their "
+                            f"topic at token {total // 2}: that must come after the prefix")
 
     def _check_throughput(self, where: str) -> None:
         self._refuse(where, "task 'throughput' makes its own prompts", "texts", "passages", "passage_tokens",
@@ -214,6 +230,8 @@ class PointSettings:
         """Return the point with every default that its task reads."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         wanted = dict(_DEFAULTS[self.task])
+        if self.mode != "xlora" or self.mixture in (None, "demo", "synthetic"):
+            wanted["base"] = "demo"
         if self.mode in ADAPTED or self.mixture == "synthetic":
             wanted |= {"adapters": 4, "rank": 8}
         if self.mode == "lora" and self.arrivals != "trace":
@@ -224,7 +242,7 @@ class PointSettings:
             if (self.arrivals or "closed") == "closed":
                 wanted["concurrency"] = 8
             if self.arrivals == "trace":
-                wanted = {key: wanted[key] for key in wanted.keys() - {"requests", "prompt_tokens", "tokens"}}
+                wanted = {key: wanted[key] for key in wanted if key not in ("requests", "prompt_tokens", "tokens")}
             elif self.requests is None and self.concurrency is not None:
                 wanted["requests"] = self.concurrency
         for key, value in wanted.items():
@@ -232,6 +250,7 @@ class PointSettings:
         return PointSettings(**values)
 
 
+SETTINGS = tuple(item.name for item in fields(PointSettings) if item.compare)
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "throughput": {"arrivals": "closed", "requests": 8, "prompt_tokens": 32, "tokens": 32},
     "fidelity": {"texts": "single", "passages": 8, "passage_tokens": 128, "prefix_tokens": 32},

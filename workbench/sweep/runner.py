@@ -6,11 +6,13 @@ running; what is finished stays, and the same command goes on from there. So doe
 
 from __future__ import annotations
 
+import errno
+import math
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,14 +22,17 @@ from workbench.sweep.grid import Grid
 from workbench.sweep.point import PointSettings
 from workbench.sweep.store import DONE, FAILED, Store, Unit, units_of, write_result
 
-Execute = Callable[[dict[str, Any], int, str], dict[str, Any]]
+# a disk that takes nothing more: no point's fault
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class Backend(Protocol):
     """Where units run."""
 
-    def run(self, jobs: Iterable[Callable[[], dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-        """Yield the answer of each job as it ends, in any order."""
+    def run(
+        self, store: Store, units: Sequence[Unit], stop: threading.Event
+    ) -> Iterator[tuple[Unit, dict[str, Any]]]:
+        """Yield each unit and its result as it ends, in any order; begin none once `stop` is set."""
         ...
 
 
@@ -74,7 +79,7 @@ def wanted_units(
 
 
 def sweep(
-    store: Store, units: Sequence[Unit], backend: Any, *, retry_failed: bool = False,
+    store: Store, units: Sequence[Unit], backend: Backend, *, retry_failed: bool = False,
     progress: Callable[[Unit, dict[str, Any]], None] = lambda unit, result: None,
 ) -> Report:
     """Run the units that have no result, and write the table.
@@ -119,26 +124,47 @@ def execute(store: Store, unit: Unit, measure: Callable[[PointSettings, int, Any
     Raises:
         UserError: the result cannot be written.
     """
-    from workbench.sweep.machine import environment, load_average
+    from workbench.sweep.machine import load_average
 
     # figures of a clock that cannot jump; the date is for the reader
     started, before = time.perf_counter(), load_average()
     with store.making(unit) as folder:
         result: dict[str, Any] = {"point": unit.point.id, "repeat": unit.repeat, "settings": unit.point.settings}
         try:
-            result |= {"status": DONE, "error": None, "figures": measure(unit.point, unit.repeat, folder)}
-        except OSError as error:
-            # a full disk is not the point's fault: nothing is recorded, and the sweep stops
-            raise UserError(f"cannot write results at {str(folder)!r}: {error.strerror or error}; what is finished is "
-                            "kept, and the same command goes on from there") from error
+            result |= {"status": DONE, "error": None, "figures": plain(measure(unit.point, unit.repeat, folder))}
         except Exception as error:  # a point's failure is its own
+            if isinstance(error, OSError) and error.errno in _DISK:
+                raise UserError(f"cannot write results at {str(folder)!r}: {error.strerror or error}; what is finished "
+                                "is kept, and the same command goes on from there") from error
             said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             result |= {"status": FAILED, "error": said, "figures": None}
-        found = environment(unit.point.device or "cpu")
+        found = _environment(unit.point)
         result |= {"seconds": time.perf_counter() - started, "load_before": before, "load_after": load_average(),
                    "created": found["created"], "environment": found}
         write_result(folder, result)
     return result
+
+
+def plain(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures as JSON has them: Python's numbers, None for what is no number or endless."""
+    found = {}
+    for key, value in figures.items():
+        number = value.item() if hasattr(value, "item") else value
+        found[key] = None if isinstance(number, float) and not math.isfinite(number) else number
+    return found
+
+
+def _environment(point: PointSettings) -> dict[str, Any]:
+    """Return what a reader needs of the machine; of its processor where the point's device is not there."""
+    import torch
+
+    from workbench.sweep.machine import environment
+
+    device = point.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return environment(device)
+    except (RuntimeError, AssertionError):
+        return environment("cpu")
 
 
 @contextmanager

@@ -59,6 +59,9 @@ class Store:
         self.folder, self.table = self.out / grid.name, self.out / f"{grid.name}.parquet"
         if (self.folder / _GRID).exists():
             self._require_ours()
+        elif self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"{str(self.folder)!r} is a file, and results go to a folder of that name; give another "
+                            "--out")
         elif self.folder.exists() and any(self.folder.iterdir()):
             inside = sorted(path.name for path in self.folder.iterdir())
             raise UserError(f"{str(self.folder)!r} holds {names(inside, 3)} and no {_GRID}: it is no results folder; "
@@ -74,8 +77,12 @@ class Store:
             })  # fmt: skip
         for part in (self.folder / _UNITS).glob(f"*{_PART}"):
             host, _, pid = part.name.removesuffix(_PART).rpartition(".")[0].rpartition(".")
-            if host.endswith(_host()) and pid.isdigit() and not _is_alive(int(pid)):
+            if host.endswith(f".{_host()}") and pid.isdigit() and not _is_alive(int(pid)):
                 shutil.rmtree(part, ignore_errors=True)
+
+    def absolute(self) -> Store:
+        """Return the same store for processes that run in another folder."""
+        return Store(self.out.absolute(), self.grid)
 
     def path(self, unit: Unit) -> Path:
         """Return a unit's folder, there or not."""
@@ -130,10 +137,11 @@ class Store:
         frame = pd.DataFrame(rows)
         for column in frame.columns:
             # one type per column, as Parquet wants: a rank may be a number or a list of them
-            if len({type(value) for value in frame[column].dropna()} - {int, float}) > 1 or any(
-                isinstance(value, list) for value in frame[column]
-            ):
-                frame[column] = frame[column].map(lambda value: value if value is None else str(value))
+            if any(isinstance(value, list) for value in frame[column]):
+                is_said = [isinstance(value, list) or pd.notna(value) for value in frame[column]]
+                whole = [int(value) if isinstance(value, float) and value.is_integer() else value
+                         for value in frame[column]]
+                frame[column] = [str(value) if said else None for value, said in zip(whole, is_said, strict=True)]
         with writing(self.table):
             temporary = self.table.with_name(f".{self.table.name}.{os.getpid()}")
             try:
@@ -145,6 +153,8 @@ class Store:
 
     def _require_ours(self) -> None:
         said = read_json(self.folder / _GRID, "a results folder's grid")
+        if not isinstance(said, dict):
+            raise UserError(f"{str(self.folder / _GRID)!r} is none of ours: it holds no object; give another --out")
         if said.get("schema") != SCHEMA:
             raise UserError(f"{str(self.folder)!r} was written with schema {said.get('schema')!r}, this version writes "
                             f"{SCHEMA}; give another --out, or remove that folder")
@@ -161,7 +171,8 @@ def flat(grid: Grid, unit: Unit, result: Mapping[str, Any]) -> dict[str, Any]:
         "status": result["status"], "error": result.get("error"), **unit.point.settings,
         **(result.get("figures") or {}), "seconds": result.get("seconds"), "load_before": result.get("load_before"),
         "load_after": result.get("load_after"), "created": result.get("created"), "cpu": machine.get("cpu"),
-        "gpu": machine.get("gpu"), "threads": machine.get("threads"), "machine": machine.get("machine"),
+        "gpu": machine.get("gpu"), "cores": machine.get("cores"), "threads": machine.get("threads"),
+        "platform": machine.get("platform"), "torch": (machine.get("versions") or {}).get("torch"),
     }  # fmt: skip
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 MIXTURE = "mixture"
 SYNTHETIC = "synthetic"
 _SHARE = 0.4  # of the machine's memory, for engines that wait for their next unit
+# what a container may use: "max" where there is no limit
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 class Prepared:
@@ -35,39 +37,36 @@ class Prepared:
     """
 
     def __init__(self, point: PointSettings):
-        from workbench.adapters.types import LoRAConfig
-        from workbench.engine import Engine
-
         self._files = tempfile.TemporaryDirectory(prefix="workbench-sweep-")
         self.adapters: tuple[str, ...] = ()
         self.mixture: str | None = None
-        options = {"prefix_cache": point.prefix_cache, **point.engine}
-        ranks = point.rank if isinstance(point.rank, tuple) else (point.rank or LoRAConfig.max_lora_rank,)
-        lora = LoRAConfig(max_num_loras=self._slots(point), max_lora_rank=max(LoRAConfig.max_lora_rank, *ranks))
-        if point.mode == "xlora" and point.mixture != SYNTHETIC:
-            self.engine: Engine = Engine.from_mixture(point.mixture, name=MIXTURE, lora=lora, **options)
-            self.mixture = MIXTURE
-        else:
-            self.engine = Engine(lora=lora, **options)
+        self.engine: Engine | None = None
         try:
+            self._open(point)
             self._load(point)
         except BaseException:
             self.close()
             raise
-        self.num_bytes = sum(each.numel() * each.element_size() for each in self.engine.model.model.parameters())
+        weights = sum(each.numel() * each.element_size() for each in self.engine.model.model.parameters())
+        self.num_bytes = weights + self.engine.slots.num_bytes
 
     def close(self) -> None:
         """Let everything go."""
-        self.engine.close()
+        if self.engine is not None:
+            self.engine.close()
         self._files.cleanup()
 
-    def _slots(self, point: PointSettings) -> int:
+    def _open(self, point: PointSettings) -> None:
         from workbench.adapters.types import LoRAConfig
+        from workbench.engine import Engine
 
-        if point.mode not in ADAPTED:
-            return LoRAConfig.max_num_loras
-        most = point.adapters if point.mode == "merged" else min(point.adapters, point.concurrency or point.adapters)
-        return point.slots or max(LoRAConfig.max_num_loras, most)
+        ranks = point.rank if isinstance(point.rank, tuple) else (point.rank or LoRAConfig.max_lora_rank,)
+        lora = LoRAConfig(max_num_loras=num_slots(point), max_lora_rank=max(LoRAConfig.max_lora_rank, *ranks))
+        if point.mode == "xlora" and point.mixture != SYNTHETIC:
+            self.engine = Engine.from_mixture(point.mixture, name=MIXTURE, lora=lora, **point.engine)
+            self.mixture = MIXTURE
+        else:
+            self.engine = Engine(lora=lora, **point.engine)
 
     def _load(self, point: PointSettings) -> None:
         from workbench.sweep.synthetic import load_adapters, write_adapter, write_mixture
@@ -90,10 +89,27 @@ class Prepared:
             self.adapters = load_adapters(engine, sources)
 
 
-class Engines:
-    """Prepared engines, the one used longest ago is closed first when they grow too large."""
+def num_slots(point: PointSettings) -> int:
+    """Return how many adapters an engine of this point runs at once: as many as its requests can ask for."""
+    from workbench.adapters.types import LoRAConfig
+    from workbench.config import EngineConfig
 
-    def __init__(self, make: Callable[[PointSettings], Any] = Prepared, budget_bytes: int | None = None):
+    if point.mode not in ADAPTED:
+        return LoRAConfig.max_num_loras
+    at_once = point.concurrency or point.max_requests or EngineConfig.max_requests
+    most = point.adapters if point.mode == "merged" else min(point.adapters, at_once)
+    return point.slots or max(LoRAConfig.max_num_loras, most)
+
+
+class Engines:
+    """Prepared engines; the one used longest ago is closed first when they grow too large.
+
+    Args:
+        make: of a point, what is kept; it has `num_bytes` and `close()`.
+        budget_bytes: what all of them may hold; None is a part of the machine's memory.
+    """
+
+    def __init__(self, make: Callable[[PointSettings], Any] = Prepared, budget_bytes: float | None = None):
         self._make, self._kept = make, OrderedDict()
         self._budget = memory_bytes() * _SHARE if budget_bytes is None else budget_bytes
 
@@ -127,11 +143,25 @@ def engine_key(point: PointSettings) -> str:
 
 
 def memory_bytes() -> int:
-    """Return the machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Return the memory this process may use: the machine's, or its container's."""
+    own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _LIMITS:
+        try:
+            limit = int(path.read_text())
+        except (OSError, ValueError):
+            continue
+        own = min(own, limit)
+    return own
 
 
 _engines: Engines | None = None
+
+
+def share_memory(workers: int) -> None:
+    """Let this process keep no more engines than one of so many processes of this machine may."""
+    global _engines
+    if _engines is None:
+        _engines = Engines(budget_bytes=memory_bytes() * _SHARE / workers)
 
 
 def measure(point: PointSettings, repeat: int, folder: Path) -> dict[str, Any]:
