@@ -103,6 +103,7 @@ def test_every_voice_answers_as_the_engine_does(engine, voice) -> None:
     assert len(texts) == 17 and means.shape == (16, {"base": 0, "adapter": 1, "mixture": 2}[kind])
     if kind == "adapter":
         assert (means == 1).all()
+    assert shown.trace.num_tokens == 17 and shown.trace.has_scalings == (kind != "base")
 
 
 def test_merged_adapters_are_a_voice_with_constant_weights(engine, shelf) -> None:
