@@ -3,7 +3,7 @@
 
 const LIVE_PATIENCE_MS = 4000;
 const LIVE_SPOKEN = 8; // adapters named of one token, the largest first
-const LIVE_GUTTER = 24, LIVE_TOP = 20, LIVE_FOOT = 8;
+const LIVE_GUTTER = 28, LIVE_TOP = 20, LIVE_FOOT = 8;
 
 const liveBytes = (view) => new Uint8Array(view.buffer ?? view, view.byteOffset ?? 0, view.byteLength).slice().buffer;
 const liveNumber = (value, digits) => (value == null || Number.isNaN(value) ? "–" : value.toFixed(digits));
