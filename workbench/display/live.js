@@ -2,7 +2,8 @@
 // numbers; and the talk with the kernel. Text from a request is only ever set as text content.
 
 const LIVE_PATIENCE_MS = 4000;
-const LIVE_GUTTER = 24, LIVE_TOP = 20, LIVE_FOOT = 8;
+const LIVE_SPOKEN = 8; // adapters named of one token, the largest first
+const LIVE_GUTTER = 28, LIVE_TOP = 20, LIVE_FOOT = 8;
 
 const liveBytes = (view) => new Uint8Array(view.buffer ?? view, view.byteOffset ?? 0, view.byteLength).slice().buffer;
 const liveNumber = (value, digits) => (value == null || Number.isNaN(value) ? "–" : value.toFixed(digits));
@@ -79,7 +80,10 @@ function liveKind(story, token) {
 function liveSpoken(story, token) {
   const { voice } = story, means = story.means[token];
   const place = token < story.promptTokens ? `prompt token ${token + story.hidden}` : `token ${token + story.hidden}`;
-  const said = means ? voice.adapters.map((name, i) => `${name} ${liveNumber(means[i], 2)}`).join(", ") : "no scalings yet";
+  let order = voice.adapters.map((_, i) => i);
+  if (order.length > LIVE_SPOKEN && means) order = order.sort((a, b) => means[b] - means[a]).slice(0, LIVE_SPOKEN);
+  const rest = voice.adapters.length > order.length ? ` and ${voice.adapters.length - order.length} more` : "";
+  const said = means ? order.map((i) => `${voice.adapters[i]} ${liveNumber(means[i], 2)}`).join(", ") + rest : "no scalings yet";
   return `${place} “${(story.texts[token] ?? "").trim()}”: ${said}${means && voice.kind === "mixture" ? `, ${liveKind(story, token)}` : ""}`;
 }
 
@@ -179,7 +183,7 @@ function liveStrip(label, point) {
 }
 
 function liveDrawStrip(canvas, box, story, theme, cursor, moves) {
-  const width = box.clientWidth, adapters = story?.voice.adapters.length ?? 0, row = adapters > 10 ? 8 : 15;
+  const width = box.clientWidth, adapters = story?.voice.adapters.length ?? 0, row = adapters > 40 ? 3 : adapters > 12 ? 9 : 15;
   const height = LIVE_TOP + Math.max(adapters, 1) * row + LIVE_FOOT, ratio = devicePixelRatio || 1;
   if (!width) return null;
   canvas.width = Math.round(width * ratio);
@@ -208,9 +212,9 @@ function liveDrawStrip(canvas, box, story, theme, cursor, moves) {
   for (let i = 0; i < adapters; i++) {
     const y = LIVE_TOP + i * row;
     paper.fillStyle = story.voice.colours[i];
-    paper.fillRect(2, y + 2, 4, row - 4);
+    paper.fillRect(2, y + (row > 4 ? 1 : 0), 4, row - (row > 4 ? 3 : 0));
     paper.fillStyle = theme.ink;
-    if (row > 10) paper.fillText(story.voice.keys[i], 10, y + row / 2 + 0.5);
+    if (row > 10 || (row > 8 && i % 2 === 0)) paper.fillText(story.voice.keys[i], 10, y + row / 2 + 0.5);
     paper.fillStyle = theme.card;
     paper.fillRect(LIVE_GUTTER, y, room, row - 1);
     for (let token = first; token < Math.min(story.means.length, first + shown + 1); token++) {

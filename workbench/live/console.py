@@ -211,6 +211,8 @@ class Console(Live):
         boxes = {name: text for name, text in self.values.items() if name not in idle}
         asked = typed(self._sampling, others, boxes)
         rest = {name: value for name, value in options.items() if name not in _WHO}
+        if any(name in rest for name in _REUSE):
+            asked = {name: value for name, value in asked.items() if name not in _REUSE}
         sampling, more = split_options({"sampling": asked.pop("sampling"), **rest})
         return voice, {**asked, **more, "sampling": sampling}
 

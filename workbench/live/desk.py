@@ -101,6 +101,9 @@ class Desk:
         if mode != self.mode:
             self.clear(None, time_s, token)
             self.mode = mode
+        # at rest: a request that nobody touches is not edited
+        if mode == "bias" and value == 0:
+            return self.clear(name, time_s, token)
         self._faders.set(name, float(value), mode)
         if self._run is not None:
             self._open()

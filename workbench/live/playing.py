@@ -37,7 +37,9 @@ class Playing:
 
     def __init__(self, engine: Engine, number: int, request_id: str, voice: Voice, record: Sequence[str]):
         self.number, self.request_id, self.voice, self._engine = number, request_id, voice, engine
-        self._recorder, self.resources = engine.record(*record, requests=[request_id]), ExitStack()
+        # without scalings it is the entropy that gives the base model's answer a trace
+        kinds = dict.fromkeys([*record, *(["entropy"] if voice.kind == "base" else [])])
+        self._recorder, self.resources = engine.record(*kinds, requests=[request_id]), ExitStack()
         self.resources.callback(self._end_recording)
         self.request: Request | None = None
         self.feed: Feed | None = None

@@ -25,7 +25,7 @@ NUMBERS: dict[str, tuple[str, type, str]] = {
     "temperature": ("temperature", float, "0, greedy"),
     "top_p": ("top p", float, "1, off"),
     "top_k": ("top k", int, "off"),
-    "repetition_penalty": ("repetition penalty", float, "1, off"),
+    "repetition_penalty": ("repetition", float, "1, off"),
     "seed": ("seed", int, "next"),
 }
 _WHO = ("mixture", "adapter", "merged_adapters")
@@ -152,7 +152,9 @@ def typed(sampling: Sampling, others: Mapping[str, Any], controls: Mapping[str, 
         value = number(name, text)
         if name == K:
             own.pop(K, None)
-            own |= {} if value is None else {K: value}
+            if value is not None:
+                own.pop("policy", None)
+                own[K] = value
         else:
             fields[name] = Sampling.__dataclass_fields__[name].default if value is None else value
     changed, _ = split_options({"sampling": sampling, **fields})
