@@ -22,8 +22,9 @@ from workbench import UserError
 from workbench.sweep import backends
 from workbench.sweep.backends import Here, Processes
 from workbench.sweep.grid import Grid
+from workbench.sweep.merging import merge
 from workbench.sweep.runner import sweep, wanted_units
-from workbench.sweep.store import Store, merge, units_of
+from workbench.sweep.store import Store, units_of
 
 GRID = {"name": "toy", "repeats": 2, "axes": {"seed": [0, 1, 2, 3]}}
 

@@ -30,10 +30,12 @@ def add_parser(commands: Any, formatter: type) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the report and say where."""
     from workbench.sweep.grid import Grid
+    from workbench.sweep.places import read_places
     from workbench.sweep.report import read_table, report_of
 
-    grid = Grid.load(arguments.grid)
-    frame = read_table(Path(arguments.results) / f"{grid.name}.parquet")
-    for path in report_of(grid, frame).save(arguments.out or arguments.results, grid.name):
+    grid, results = Grid.load(arguments.grid), Path(arguments.results)
+    frame = read_table(results / f"{grid.name}.parquet")
+    places = read_places(results / f"{grid.name}-places.parquet")
+    for path in report_of(grid, frame, places).save(arguments.out or results, grid.name):
         print(path)
     return 0

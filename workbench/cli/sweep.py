@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import UserError
+from workbench.errors import UserError, names
 
 _EXAMPLE = """examples:
   workbench sweep experiments/grids/smoke.toml --dry-run
@@ -41,8 +43,8 @@ def add_parser(commands: Any, formatter: type) -> None:
     add("--retry-failed", action="store_true", help="run points again that failed")
     add("--jobs", type=int, metavar="N", help="run in N processes (joblib); their timings disturb each other")
     add("--ray", nargs="?", const="local", metavar="ADDRESS", help="run on a Ray cluster: local, auto or HOST:PORT")
-    add("--cpus", type=float, default=1, metavar="N", help="with --ray: cores a point asks for (default 1)")
-    add("--gpus", type=float, default=0, metavar="N", help="with --ray: cards a point asks for (default 0)")
+    add("--cpus", type=float, metavar="N", help="with --ray: cores a point asks for (default 1)")
+    add("--gpus", type=float, metavar="N", help="with --ray: cards a point asks for (default 0)")
     parser.set_defaults(run=run)
 
 
@@ -60,19 +62,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.limit is not None and arguments.limit < 1:
         raise UserError(f"--limit must be at least 1, not {arguments.limit}")
+    _require_read(arguments)
     units = wanted_units(grid, only=arguments.only, limit=arguments.limit, shard=shard_of(arguments.shard))
     store = Store(arguments.out, grid)
     if arguments.dry_run:
         _list(grid, units, store)
         return 0
     backend = _backend(arguments)
-    finished = store.finished()
-    with _bar(len(units), sum(unit.name in finished for unit in units)) as bar:
+    with _bar(len(units), len(units) - len(store.missing(units, arguments.retry_failed))) as bar:
         def progress(unit: Any, result: dict[str, Any]) -> None:
             if result["status"] == "failed":
                 which = f"{grid.label(unit.point)} (repeat {unit.repeat})"
                 bar.write(f"failed: {which}: {result['error']}", file=sys.stderr)
-            bar.set_postfix_str(grid.label(unit.point)[:40], refresh=False)
+            bar.set_postfix_str(grid.label(unit.point)[-40:], refresh=False)
             bar.update()
 
         try:
@@ -90,10 +92,19 @@ def shard_of(text: str | None) -> tuple[int, int] | None:
     """
     if text is None:
         return None
-    first, slash, second = text.partition("/")
-    if not (slash and first.isdigit() and second.isdigit() and 1 <= int(first) <= int(second)):
+    found = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", text, re.ASCII)
+    index, count = (int(part) for part in found.groups()) if found else (0, 0)
+    if not 1 <= index <= count:
         raise UserError(f"--shard is written I/N with 1 ≤ I ≤ N, such as 2/4, not {text!r}")
-    return int(first), int(second)
+    return index, count
+
+
+def _require_read(arguments: argparse.Namespace) -> None:
+    """Raise for an option that another one makes meaningless."""
+    if arguments.ray is None and (given := [f"--{key}" for key in ("cpus", "gpus") if getattr(arguments, key)]):
+        raise UserError(f"{names(given)}: read with --ray only")
+    if arguments.dry_run and (arguments.jobs is not None or arguments.ray is not None):
+        raise UserError("--dry-run runs nothing: leave --jobs and --ray out")
 
 
 def _backend(arguments: argparse.Namespace) -> Any:
@@ -102,7 +113,8 @@ def _backend(arguments: argparse.Namespace) -> Any:
     if arguments.jobs is not None and arguments.ray is not None:
         raise UserError("give --jobs (processes of this machine) or --ray (a cluster), not both")
     if arguments.ray is not None:
-        return backends.RayCluster(arguments.ray, cpus=arguments.cpus, gpus=arguments.gpus)
+        asked = {key: value for key in ("cpus", "gpus") if (value := getattr(arguments, key)) is not None}
+        return backends.RayCluster(arguments.ray, **asked)
     return backends.Here() if arguments.jobs is None else backends.Processes(arguments.jobs)
 
 
@@ -119,6 +131,8 @@ def _close() -> None:
 
 def _say(grid: Any, store: Any, report: Any) -> int:
     parts = [f"{len(report.done)} run", f"{len(report.skipped)} finished before", f"{len(report.failed)} failed"]
+    if report.failed_before:
+        parts.append(f"{len(report.failed_before)} failed before: --retry-failed runs them again")
     if report.left:
         parts.append(f"{report.left} left: the same command goes on with them")
     print(f"{grid.name}: {', '.join(parts)}")
@@ -126,30 +140,36 @@ def _say(grid: Any, store: Any, report: Any) -> int:
         print(f"  {count} × {error}")
     if report.table is not None:
         print(f"table: {report.table} (workbench report {grid.path or grid.name})")
-    return 130 if report.left else 1 if report.failed else 0
+    return 130 if report.left else 1 if report.failed or report.failed_before else 0
 
 
 def _counted(errors: Any) -> list[tuple[str, int]]:
-    from collections import Counter
-
     return Counter(errors).most_common(5)
 
 
 def _list(grid: Any, units: Any, store: Any) -> None:
-    finished, points = store.finished(), list(dict.fromkeys(unit.point for unit in units))
+    results = [(unit.point, store.result(unit)) for unit in units]
+    done, failed = (Counter(point for point, result in results if result is not None and result["status"] == status)
+                    for status in ("done", "failed"))
     if grid.question:
         print(grid.question)
-    for point in points:
-        done = sum(unit.name in finished for unit in units if unit.point == point)
-        print(f"{point.id}  {done}/{grid.repeats}  {grid.label(point)}")
-    print(f"{len(points)} points × {grid.repeats} repeats; {sum(u.name in finished for u in units)} of {len(units)} "
-          f"finished in {store.folder}")
+    for point in dict.fromkeys(unit.point for unit in units):
+        errors = f"  ({failed[point]} failed)" if failed[point] else ""
+        print(f"{point.id}  {done[point]}/{grid.repeats}  {grid.label(point)}{errors}")
+    print(f"{len(units) // grid.repeats} points × {grid.repeats} repeats; {done.total()} of {len(units)} finished in "
+          f"{store.folder}" + (f", {failed.total()} failed" if failed else ""))
 
 
 def _merge(arguments: argparse.Namespace) -> int:
     from workbench.sweep.grid import Grid
-    from workbench.sweep.store import merge, units_of
+    from workbench.sweep.merging import merge
+    from workbench.sweep.store import units_of
 
+    options = {"--dry-run": arguments.dry_run, "--only": arguments.only, "--limit": arguments.limit,
+               "--shard": arguments.shard, "--retry-failed": arguments.retry_failed, "--jobs": arguments.jobs,
+               "--ray": arguments.ray, "--cpus": arguments.cpus, "--gpus": arguments.gpus}
+    if given := [option for option, value in options.items() if value]:
+        raise UserError(f"merge copies every result there is: it does not read {names(given)}")
     if len(arguments.sources) < 2:
         raise UserError("merge takes a grid and at least one results folder: workbench sweep merge GRID FOLDER ...")
     path, *sources = arguments.sources
@@ -159,6 +179,6 @@ def _merge(arguments: argparse.Namespace) -> int:
             raise UserError(f"merge: there is no folder {source!r}")
     store = merge(grid, sources, arguments.out)
     units = units_of(grid)
-    finished = store.finished()
-    print(f"{grid.name}: {sum(unit.name in finished for unit in units)} of {len(units)} runs in {store.table}")
+    num_missing = len(store.missing(units))
+    print(f"{grid.name}: {len(units) - num_missing} of {len(units)} runs in {store.table}")
     return 0

@@ -18,25 +18,33 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.engine.result import completion_of
+from workbench.errors import UserError
 from workbench.instrument.run_meta import meta_of
 from workbench.instrument.run_writer import RunWriter
 from workbench.instrument.trace import Trace
 from workbench.sweep.checking import CheckFailed
-from workbench.sweep.passages import Passage, passages_of
+from workbench.sweep.passages import Passage, passages_of, switch_place
 from workbench.sweep.point import PointSettings
 from workbench.sweep.statistics import estimate
+from workbench.sweep.tasks import memory_bytes
+from workbench.sweep.traffic import Arrival, serve
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from workbench.engine import Completion, Engine
 
 _TOGETHER = 3  # exact passages that run at once
+_SHARE = 0.25  # of the memory, for distributions
+_MOST_DOMAINS = 16  # that have figures of their own
 COMPARED = ("kl", "top1", "loss", "loss_exact", "scalings_l1", "scalings_rank", "same_tokens")
 Scored = tuple["Completion", Trace]
 
@@ -67,34 +75,69 @@ def measure_fidelity(point: PointSettings, repeat: int, prepared: Any, folder: P
         CheckFailed: a request that failed.
         UserError: texts that are not there or too short.
     """
-    import pandas as pd
-
     engine, mixture = prepared.engine, prepared.mixture
     passages = passages_of(point, engine)
+    require_memory(engine, passages)
     reference = reference_of(engine, mixture, passages)
-    cost, generated = free_running(engine, mixture, point.policy, passages)
-    rows, tokens = [], []
-    for passage, exact, continued, own in zip(passages, reference.scored, reference.generated, generated, strict=True):
-        per_token = differences(exact, scored(engine, mixture, point.policy, [passage])[0])
-        rows.append({"passage": passage.name, "domain": passage.domain, "tokens": len(passage.continuation),
-                     **{key: float(np.nanmean(values)) for key, values in per_token.items()},
-                     "same_tokens": same_tokens(continued, own)})
-        places = np.arange(len(passage.continuation))
-        tokens.append(pd.DataFrame({"passage": passage.name, "domain": passage.domain, "place": places, **per_token}))
-    pd.DataFrame(rows).to_parquet(folder / "passages.parquet", index=False)
-    pd.concat(tokens).to_parquet(folder / "tokens.parquet", index=False)
+    rows, tokens, cost = compared(engine, mixture, point.policy, passages, reference)
+    rows.to_parquet(folder / "passages.parquet", index=False)
+    tokens.assign(switch_at=switch_place(point)).to_parquet(folder / "tokens.parquet", index=False)
     meta = {**meta_of(engine), "point": point.settings, "repeat": repeat}
     RunWriter(folder / "run", name=point.id, meta=meta).close()
     return {**summary(rows), **cost}
 
 
-def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return means over passages with their intervals, and the perplexities."""
+def compared(
+    engine: Engine, mixture: str, policy: str, passages: Sequence[Passage], reference: Reference
+) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, float]]:
+    """Score and continue passages under a policy; return a row per passage, a row per token, and what it took."""
+    import pandas as pd
+
+    cost, generated = free_running(engine, mixture, policy, passages)
+    rows, tokens = [], []
+    for passage, exact, continued, own in zip(passages, reference.scored, reference.generated, generated, strict=True):
+        per_token = differences(exact, scored(engine, mixture, policy, [passage])[0])
+        facts = {"passage": passage.name, "domain": passage.domain}
+        means = {key: _mean(values) for key, values in per_token.items()}
+        rows.append({**facts, "tokens": len(passage.continuation), **means, "same_tokens": same_tokens(continued, own)})
+        tokens.append(pd.DataFrame({**facts, "place": np.arange(len(passage.continuation)), **per_token}))
+    return pd.DataFrame(rows), pd.concat(tokens, ignore_index=True), cost
+
+
+def summary(rows: pd.DataFrame) -> dict[str, float]:
+    """Return means over passages with their intervals, the perplexities, and those of each domain where there are few.
+
+    A figure that no passage has (ranks of a mixture of one adapter) is left out.
+    """
     found: dict[str, float] = {"num_passages": len(rows)}
     for key in COMPARED:
-        mean = estimate([row[key] for row in rows], lambda values: np.mean(values, axis=-1))
-        found |= {key: mean.value, f"{key}_low": mean.low, f"{key}_high": mean.high}
-    return {**found, "perplexity": float(np.exp(found["loss"])), "perplexity_exact": float(np.exp(found["loss_exact"]))}
+        values = rows[key].dropna().tolist()
+        if values:
+            mean = estimate(values, lambda drawn: np.mean(drawn, axis=-1))
+            found |= {key: mean.value, f"{key}_low": mean.low, f"{key}_high": mean.high}
+    found |= {"perplexity": float(np.exp(found["loss"])), "perplexity_exact": float(np.exp(found["loss_exact"]))}
+    parts = rows.groupby("domain", sort=False)
+    if 1 < len(parts) <= _MOST_DOMAINS:
+        for domain, own in parts:
+            found[f"kl:{domain}"] = float(own["kl"].mean())
+            found[f"perplexity:{domain}"] = float(np.exp(own["loss"].mean()))
+            found[f"perplexity_exact:{domain}"] = float(np.exp(own["loss_exact"].mean()))
+    return found
+
+
+def require_memory(engine: Engine, passages: Sequence[Passage]) -> None:
+    """Raise unless all distributions of the passages fit well into memory: they are kept from policy to policy."""
+    tokens, vocab = sum(len(each.continuation) for each in passages), engine.model.vocab_size
+    needed, most = tokens * vocab * 4, memory_bytes() * _SHARE
+    if needed > most:
+        raise UserError(f"{len(passages)} passages have {tokens} tokens, whose distributions over {vocab} tokens take "
+                        f"{needed / 1e9:.1f} GB; this machine has room for {most / 1e9:.1f} GB of them: lower passages "
+                        "or passage_tokens")
+
+
+def _mean(values: np.ndarray) -> float:
+    held = values[~np.isnan(values)]
+    return float(held.mean()) if len(held) else float("nan")
 
 
 def reference_of(engine: Engine, mixture: str, passages: Sequence[Passage]) -> Reference:
@@ -127,17 +170,26 @@ def differences(one: Scored, other: Scored) -> dict[str, np.ndarray]:
     """Return float64 `[token]` of the continuation: how `other` differs from `one`, which is exact."""
     (exact, exact_trace), (policy, policy_trace) = one, other
     p, q = exact.distributions.astype(np.float64), policy.distributions.astype(np.float64)
-    # a probability of 0 adds nothing, whatever the logarithm
-    kl = np.where(np.isneginf(p), 0.0, np.exp(p) * (np.where(np.isneginf(p), 0.0, p) - q)).sum(1)
     # the row at a token says the next one: the prompt's last token's scalings made the first distribution
     start, stop = exact_trace.prompt_tokens - 1, exact_trace.num_tokens - 1
     mine, theirs = (trace.values[start:stop].astype(np.float64) for trace in (exact_trace, policy_trace))
     return {
-        # rounding may leave a mean of logarithms a little below 0; it is no difference
-        "kl": np.maximum(kl, 0.0), "top1": (p.argmax(1) == q.argmax(1)).astype(np.float64),
+        "kl": divergence(p, q), "top1": (p.argmax(1) == q.argmax(1)).astype(np.float64),
         "loss": -np.array(policy.logprobs), "loss_exact": -np.array(exact.logprobs),
         "scalings_l1": np.abs(mine - theirs).sum(2).mean(1), "scalings_rank": rank_correlation(mine, theirs),
     }  # fmt: skip
+
+
+def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Return float64 `[token]`: KL(p ‖ q) of log-probabilities `[token, vocab]`, nats.
+
+    sum p log(p / q) - p + q: the last two cancel for distributions, and take out what rounding leaves of their sums;
+    every term is at least 0.
+    """
+    there = ~np.isneginf(p)
+    # a probability of 0 adds nothing to the first term, whatever the other is
+    gap = np.subtract(p, q, out=np.zeros_like(p), where=there)
+    return np.maximum(np.exp(p) * gap - np.exp(p) + np.exp(q), 0.0).sum(1)
 
 
 def rank_correlation(one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -168,22 +220,25 @@ def free_running(
 ) -> tuple[dict[str, float], list[tuple[int, ...]]]:
     """Continue the passages' beginnings greedily, all together; return what it took, and the tokens of each.
 
-    Of the figures, `tok_s` is of all of them together, prompts included; `forwards_per_token` counts forwards over the
-    tokens of one; the others are summed.
+    Of the figures, `tok_s` is of all of them together, prompts included; `forwards_per_token` is the forwards that one
+    of them waits for, over its tokens; the others are summed.
     """
+    options = {"mixture": mixture, "policy": policy}
+    arrivals = [Arrival(None, each.prompt, len(each.continuation), options) for each in passages]
+    # what others left in the prefix cache would be found instead of computed
+    engine.memory.pool.clear()
     before, started = engine.counters(), time.perf_counter()
-    length = max(len(each.continuation) for each in passages)
-    done = engine.generate([each.prompt for each in passages], mixture=mixture, policy=policy, max_tokens=length,
-                           ignore_eos=True)
+    served = serve(engine, arrivals, engine.config.max_requests)
     seconds = time.perf_counter() - started
-    for each in done:
-        if each.error:
-            raise CheckFailed(f"a passage was not continued: {each.error}")
-    changed = {key: value - before[key] for key, value in engine.counters().items() if key in before}
+    for each in served:
+        if each.request.error:
+            raise CheckFailed(f"a passage was not continued: {each.request.error}")
+    ended = {id(each.arrival): completion_of(each.request) for each in served}
+    done = [ended[id(arrival)] for arrival in arrivals]
+    tokens = sum(len(each.token_ids) for each in done)
     figures = {
-        "tok_s": sum(len(each.token_ids) for each in done) / seconds,
-        "forwards_per_token": changed["forwards"] / length,
-        "scaling_rows": changed["scaling_rows"],
+        "tok_s": tokens / seconds, "forwards_per_token": sum(each.forwards for each in served) / tokens,
+        "scaling_rows": engine.counters()["scaling_rows"] - before["scaling_rows"],
         **{key: sum(getattr(each, key) for each in done) for key in ("scalings_computed", "scalings_reused")},
     }  # fmt: skip
     return figures, [each.token_ids for each in done]

@@ -8,14 +8,13 @@ and, if you like, `name` and `domain`. "long" is "single" under another name, fo
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import UserError, names, nearest
-from workbench.jsonfile import read_json
+from workbench.jsonfile import parse_json, read_json
 from workbench.sweep.point import PointSettings
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class Passage:
 
     Attributes:
         name, domain: of the text.
-        prompt: token ids that are given.
+        prompt: token ids that are given; the tokenizer's beginning, if it has one, and the text's.
         continuation: token ids that are scored.
     """
 
@@ -53,80 +52,100 @@ class Passage:
 
 
 def passages_of(point: PointSettings, engine: Engine) -> list[Passage]:
-    """Return a point's passages.
+    """Return a point's passages: the domains by turns, and of each domain the texts by turns.
 
     Raises:
-        UserError: no such texts, none long enough, or a base without a tokenizer.
+        UserError: no such texts, none long enough, too few, or a base without a tokenizer.
     """
     if engine.tokenizer is None:
         raise UserError(f"base {engine.base_id!r} has no tokenizer: texts cannot be scored on it")
-    wanted, prefix = point.passage_tokens, point.prefix_tokens
-    encoded = [(text, _encode(engine, text.text)) for text in texts_of(point.texts)]
+    wanted, cut = point.passage_tokens, _Cut(_beginning(engine), point.prefix_tokens)
+    encoded = [(text, _encode(engine, text.text)) for text in texts_of(point)]
     if point.texts == SWITCHING:
-        pieces = list(_switching(encoded, wanted, _encode(engine, _BREAK), prefix))
+        pieces = _switching(encoded, wanted, _encode(engine, _BREAK), cut)
     else:
+        starts = range(0, max(len(ids) for _, ids in encoded), wanted)
         pieces = [
-            _cut(f"{text.name}@{start}", text.domain, ids[start : start + wanted], prefix)
-            for text, ids in encoded for start in range(0, len(ids) - wanted + 1, wanted)
-        ]
+            cut(f"{text.name}@{start}", text.domain, ids[start : start + wanted])
+            for start in starts for text, ids in encoded if start + wanted <= len(ids)
+        ]  # fmt: skip
     if not pieces:
-        raise UserError(f"texts {point.texts!r}: none has {wanted} tokens; lower passage_tokens, or give longer texts")
+        longest = max((text.name, len(ids)) for text, ids in encoded)
+        raise UserError(f"texts {point.texts!r}: none has {wanted} tokens (the longest, {longest[0]!r}, has "
+                        f"{longest[1]}); lower passage_tokens, or give longer texts")
     if len(pieces) < point.passages:
         raise UserError(f"texts {point.texts!r} make {len(pieces)} passages of {wanted} tokens, fewer than the "
                         f"{point.passages} asked for; lower passages or passage_tokens")
     return spread(pieces, point.passages)
 
 
+def switch_place(point: PointSettings) -> int | None:
+    """Return the place after the prompt at which the topic changes; None for texts that keep to theirs."""
+    return point.passage_tokens // 2 - point.prefix_tokens if point.texts == SWITCHING else None
+
+
 def _switching(
-    encoded: Sequence[tuple[Text, list[int]]], wanted: int, between: list[int], prefix: int
-) -> Iterator[Passage]:
-    """Yield passages that begin in one domain and go on in another, every ordered pair, then the next pieces."""
-    first = wanted // 2 - len(between)
-    second = wanted - wanted // 2
-    for number in itertools.count():
-        made = False
-        for (one, head), (other, tail) in itertools.permutations(encoded, 2):
-            start = number * second
-            if one.domain == other.domain or start + second > min(len(head), len(tail)):
-                continue
-            ids = head[start : start + first] + between + tail[start : start + second]
-            yield _cut(f"{one.name}@{start}>{other.name}@{start}", f"{one.domain}>{other.domain}", ids, prefix)
-            made = True
-        if not made:
-            return
+    encoded: Sequence[tuple[Text, list[int]]], wanted: int, between: list[int], cut: _Cut
+) -> list[Passage]:
+    """Return passages that begin in one domain and go on in another, every ordered pair, then the next pieces."""
+    first, second = wanted // 2 - len(between), wanted - wanted // 2
+    if first < 1:
+        raise UserError(f"'switching' texts of {wanted} tokens have no room for two topics; raise passage_tokens")
+    found = []
+    for start in range(0, max(len(ids) for _, ids in encoded), second):
+        for (one, begin), (other, rest) in itertools.permutations(encoded, 2):
+            if one.domain != other.domain and start + second <= min(len(begin), len(rest)):
+                ids = begin[start : start + first] + between + rest[start : start + second]
+                found.append(cut(f"{one.name}@{start}>{other.name}", f"{one.domain}>{other.domain}", ids))
+    return found
 
 
-def _cut(name: str, domain: str, ids: list[int], prefix: int) -> Passage:
-    return Passage(name, domain, ids[:prefix], ids[prefix:])
+@dataclass(frozen=True)
+class _Cut:
+    """Cuts token ids after `prefix` of them; what every text of the model begins with comes before."""
+
+    beginning: list[int]
+    prefix: int
+
+    def __call__(self, name: str, domain: str, ids: list[int]) -> Passage:
+        return Passage(name, domain, self.beginning + ids[: self.prefix], ids[self.prefix :])
+
+
+def _beginning(engine: Engine) -> list[int]:
+    """Return the special tokens that the tokenizer puts before a text; some models are lost without."""
+    text = "a"
+    ids, plain = list(engine.tokenizer(text)["input_ids"]), _encode(engine, text)
+    places = range(len(ids) - len(plain) + 1)
+    return ids[: next((place for place in places if ids[place : place + len(plain)] == plain), 0)]
 
 
 def _encode(engine: Engine, text: str) -> list[int]:
-    return list(engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+    # a text longer than the model's context is cut into passages: no warning is due
+    return list(engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def spread(pieces: Sequence[Passage], count: int) -> list[Passage]:
-    """Return `count` of the passages, the domains by turns, in the order of the texts."""
+    """Return `count` of the passages, the domains by turns, each domain's in their order."""
     by_domain: dict[str, list[Passage]] = {}
     for piece in pieces:
         by_domain.setdefault(piece.domain, []).append(piece)
-    chosen: list[Passage] = []
-    while len(chosen) < count:
-        for own in by_domain.values():
-            if own and len(chosen) < count:
-                chosen.append(own.pop(0))
-    return chosen
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*by_domain.values()))
+    return list(itertools.islice((piece for piece in turns if piece is not None), count))
 
 
-def texts_of(name: str) -> list[Text]:
+def texts_of(point: PointSettings) -> list[Text]:
     """Return a set of the demo's texts, or those of a file.
 
     Raises:
-        UserError: neither.
+        UserError: neither, or texts that are empty.
     """
+    name, path = point.texts, point.file("texts")
     kind, _, domain = name.partition(":")
     if kind in SETS:
         from workbench import hub
 
+        if domain and kind == SWITCHING:
+            raise UserError(f"texts {name!r}: 'switching' goes from each domain to each other; it takes no domain")
         data = read_json(hub.resolve_mixture(hub.DEMO) / _FILE, "the demo's texts")
         found = [Text(**each) for each in data["texts"]]
         if domain:
@@ -136,7 +155,8 @@ def texts_of(name: str) -> list[Text]:
                                 f"{names(domains)}")
             found = [text for text in found if text.domain == domain]
         return found
-    path = Path(name)
+    if path.is_dir():
+        raise UserError(f"texts {name!r} is a folder, expected a file: plain text, or .jsonl")
     if not path.is_file():
         raise UserError(f"texts {name!r}: there is no such file, and no such set{nearest(kind, SETS)}; sets are "
                         f"{names(SETS)}")
@@ -145,24 +165,21 @@ def texts_of(name: str) -> list[Text]:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UserError(f"texts {name!r} cannot be read: {why}") from None
+    if not content.strip():
+        raise UserError(f"texts {name!r} is empty")
     if path.suffix != ".jsonl":
-        if not content.strip():
-            raise UserError(f"texts {name!r} is empty")
         return [Text(path.stem, path.stem, content)]
-    return [_of_line(line, number, path) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
+    return [_of_line(line, number, path) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
 
 
 def _of_line(line: str, number: int, path: Path) -> Text:
     where = f"texts {str(path)!r}, line {number}"
-    try:
-        data: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} is no JSON: {error}") from None
-    if not isinstance(data, dict) or not isinstance(data.get("text"), str) or not data["text"]:
+    data: Any = parse_json(line, where)
+    if not isinstance(data, dict) or not isinstance(data.get("text"), str) or not data["text"].strip():
         raise UserError(f"{where}: expected an object with a 'text'")
     for key, value in data.items():
         if key not in _LINE_KEYS:
             raise UserError(f"{where}: unknown key {key!r}{nearest(key, _LINE_KEYS)}; the keys are {names(_LINE_KEYS)}")
-        if not isinstance(value, str):
+        if not isinstance(value, str) or not value.strip():
             raise UserError(f"{where}: {key!r} is {value!r}, expected text")
     return Text(data.get("name", f"line {number}"), data.get("domain", path.stem), data["text"])

@@ -118,7 +118,7 @@ class PointSettings:
             values["policy"] = exact().name if k == _NONE else _named(where, lambda: non_granular(k).name)
         for key, value in values.items():
             values[key] = tuple(value) if isinstance(value, list) else value
-        point = cls(**values, folder=None if folder is None else str(folder))
+        point = cls(**values, folder=None if folder is None else str(folder.absolute()))
         point._check(where)
         return point._filled()
 
@@ -191,6 +191,8 @@ class PointSettings:
             raise UserError(f"{where}: the synthetic mixture's adapters have one rank, not {list(self.rank)}")
         if self.mode == "merged":
             self._refuse(where, "mode 'merged' uses all adapters alike", "popularity")
+        if self.mode == "merged" and self.slots and self.slots < (self.adapters or _ADAPTED_DEFAULTS["adapters"]):
+            raise UserError(f"{where}: mode 'merged' runs all adapters at once, more than {self.slots} slots")
         if self.mode == "lora" and self.slots and self.adapters and self.slots > self.adapters:
             raise UserError(f"{where}: {self.slots} slots for {self.adapters} adapters; slots beyond them stay empty")
 
@@ -233,7 +235,7 @@ class PointSettings:
         if self.mode != "xlora" or self.mixture in (None, "demo", "synthetic"):
             wanted["base"] = "demo"
         if self.mode in ADAPTED or self.mixture == "synthetic":
-            wanted |= {"adapters": 4, "rank": 8}
+            wanted |= _ADAPTED_DEFAULTS
         if self.mode == "lora" and self.arrivals != "trace":
             wanted["popularity"] = "uniform"
         if self.mode == "xlora":
@@ -251,6 +253,7 @@ class PointSettings:
 
 
 SETTINGS = tuple(item.name for item in fields(PointSettings) if item.compare)
+_ADAPTED_DEFAULTS = {"adapters": 4, "rank": 8}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "throughput": {"arrivals": "closed", "requests": 8, "prompt_tokens": 32, "tokens": 32},
     "fidelity": {"texts": "single", "passages": 8, "passage_tokens": 128, "prefix_tokens": 32},

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from workbench.errors import UserError
 from workbench.sweep.grid import Grid
+from workbench.sweep.places import write_tables
 from workbench.sweep.point import PointSettings
 from workbench.sweep.store import DONE, FAILED, Store, Unit, units_of, write_result
 
@@ -42,6 +43,7 @@ class Report:
 
     Attributes:
         done, failed, skipped: names of units that ran, that failed, and that had a result before.
+        failed_before: those of `skipped` whose result is a failure.
         left: how many were not begun, after Ctrl-C.
         errors: unit -> why it failed.
         table: the Parquet file, None when nothing is finished.
@@ -50,6 +52,7 @@ class Report:
     done: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    failed_before: list[str] = field(default_factory=list)
     left: int = 0
     errors: dict[str, str] = field(default_factory=dict)
     table: Any = None
@@ -82,7 +85,7 @@ def sweep(
     store: Store, units: Sequence[Unit], backend: Backend, *, retry_failed: bool = False,
     progress: Callable[[Unit, dict[str, Any]], None] = lambda unit, result: None,
 ) -> Report:
-    """Run the units that have no result, and write the table.
+    """Run the units that have no result, and write the tables.
 
     Args:
         store: where results go.
@@ -95,13 +98,10 @@ def sweep(
         UserError: results cannot be written; what is finished is kept.
     """
     store.begin()
-    report, missing = Report(), []
-    for unit in units:
-        result = store.result(unit)
-        if result is None or (retry_failed and result["status"] == FAILED):
-            missing.append(unit)
-        else:
-            report.skipped.append(unit.name)
+    missing = store.missing(units, retry_failed)
+    known = set(units) - set(missing)
+    report = Report(skipped=[unit.name for unit in units if unit in known])
+    report.failed_before = [unit.name for unit in units if unit in known and store.result(unit)["status"] == FAILED]
     with stoppable() as stop:
         for unit, result in backend.run(store, missing, stop):
             (report.done if result["status"] == DONE else report.failed).append(unit.name)
@@ -109,7 +109,7 @@ def sweep(
                 report.errors[unit.name] = result["error"]
             progress(unit, result)
     report.left = len(missing) - len(report.done) - len(report.failed)
-    report.table = store.write_table(units_of(store.grid))
+    report.table = write_tables(store)
     return report
 
 

@@ -12,22 +12,26 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workbench.errors import UserError, names
 from workbench.jsonfile import read_json
 from workbench.sweep.grid import Grid
 from workbench.sweep.point import SCHEMA, PointSettings
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 DONE, FAILED = "done", "failed"
-_GRID, _RESULT, _UNITS, _PART = "grid.json", "result.json", "units", ".part"
+GRID_FILE = "grid.json"
+_RESULT, _UNITS, _PART = "result.json", "units", ".part"
 
 
 @dataclass(frozen=True)
@@ -57,21 +61,21 @@ class Store:
     def __init__(self, out: str | Path, grid: Grid):
         self.grid, self.out = grid, Path(out)
         self.folder, self.table = self.out / grid.name, self.out / f"{grid.name}.parquet"
-        if (self.folder / _GRID).exists():
+        if (self.folder / GRID_FILE).exists():
             self._require_ours()
         elif self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"{str(self.folder)!r} is a file, and results go to a folder of that name; give another "
                             "--out")
         elif self.folder.exists() and any(self.folder.iterdir()):
             inside = sorted(path.name for path in self.folder.iterdir())
-            raise UserError(f"{str(self.folder)!r} holds {names(inside, 3)} and no {_GRID}: it is no results folder; "
-                            "give another with --out")
+            raise UserError(f"{str(self.folder)!r} holds {names(inside, 3)} and no {GRID_FILE}: it is no results "
+                            "folder; give another with --out")
 
     def begin(self) -> None:
         """Make the folder, and clear away what killed processes of this machine left."""
         with writing(self.folder):
             (self.folder / _UNITS).mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / _GRID, {
+            write_json(self.folder / GRID_FILE, {
                 "schema": SCHEMA, "name": self.grid.name, "question": self.grid.question, "repeats": self.grid.repeats,
                 "digest": self.grid.digest, "points": {point.id: point.settings for point in self.grid.points},
             })  # fmt: skip
@@ -98,6 +102,15 @@ class Store:
         found = {path.parent.name for path in (self.folder / _UNITS).glob(f"*/{_RESULT}")}
         return {name for name in found if not name.endswith(_PART)}
 
+    def missing(self, units: Iterable[Unit], retry_failed: bool = False) -> list[Unit]:
+        """Return those without a result, and, if wished, those that failed."""
+        found = []
+        for unit in units:
+            result = self.result(unit)
+            if result is None or (retry_failed and result["status"] == FAILED):
+                found.append(unit)
+        return found
+
     def discard(self, unit: Unit) -> None:
         """Forget a unit's result."""
         shutil.rmtree(self.path(unit), ignore_errors=True)
@@ -108,7 +121,9 @@ class Store:
         units = self.folder / _UNITS
         with writing(units):
             units.mkdir(parents=True, exist_ok=True)
-            part = Path(tempfile.mkdtemp(prefix=f"{unit.name}.{_host()}.{os.getpid()}.", suffix=_PART, dir=units))
+            # others who share the folder may read it: mkdtemp would make it private
+            part = units / f"{unit.name}.{_host()}.{os.getpid()}.{secrets.token_hex(4)}{_PART}"
+            part.mkdir()
         try:
             yield part
             with writing(part):
@@ -142,19 +157,13 @@ class Store:
                 whole = [int(value) if isinstance(value, float) and value.is_integer() else value
                          for value in frame[column]]
                 frame[column] = [str(value) if said else None for value, said in zip(whole, is_said, strict=True)]
-        with writing(self.table):
-            temporary = self.table.with_name(f".{self.table.name}.{os.getpid()}")
-            try:
-                frame.to_parquet(temporary, index=False)
-                temporary.replace(self.table)
-            finally:
-                temporary.unlink(missing_ok=True)
+        write_parquet(frame, self.table)
         return self.table
 
     def _require_ours(self) -> None:
-        said = read_json(self.folder / _GRID, "a results folder's grid")
+        said = read_json(self.folder / GRID_FILE, "a results folder's grid")
         if not isinstance(said, dict):
-            raise UserError(f"{str(self.folder / _GRID)!r} is none of ours: it holds no object; give another --out")
+            raise UserError(f"{str(self.folder / GRID_FILE)!r} is none of ours: it holds no object; give another --out")
         if said.get("schema") != SCHEMA:
             raise UserError(f"{str(self.folder)!r} was written with schema {said.get('schema')!r}, this version writes "
                             f"{SCHEMA}; give another --out, or remove that folder")
@@ -185,29 +194,15 @@ def units_of(grid: Grid, points: Iterable[PointSettings] | None = None) -> list[
     return found
 
 
-def merge(grid: Grid, sources: Iterable[str | Path], out: str | Path) -> Store:
-    """Copy the units of several results folders into one, and write its table.
-
-    Raises:
-        UserError: a folder without results of this grid.
-    """
-    target = Store(out, grid)
-    target.begin()
-    units = units_of(grid)
-    for source in sources:
-        store = Store(source, grid)
-        if not (store.folder / _GRID).is_file():
-            raise UserError(f"{str(source)!r} holds no results of grid {grid.name!r}")
-        if store.folder.resolve() == target.folder.resolve():
-            continue
-        for unit in units:
-            own, theirs = target.result(unit), store.result(unit)
-            if theirs is None or (own is not None and (own["status"] == DONE or theirs["status"] != DONE)):
-                continue
-            with target.making(unit) as part, writing(part):
-                shutil.copytree(store.path(unit), part, dirs_exist_ok=True)
-    target.write_table(units)
-    return target
+def write_parquet(frame: pd.DataFrame, path: Path) -> None:
+    """Write a table, whole or not at all."""
+    with writing(path):
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            frame.to_parquet(temporary, index=False)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Measure one point's throughput and latencies: checked and warmed up when its engine is new to it, then timed.
 
 Contract: no figure exists unless the results were right: every request ended with its tokens, its scalings counted as
-its policy says, and, once for each point in a process, with the tokens it has alone.
+its policy says, and, once for each point in a process, some with the tokens they have alone.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from workbench.sweep.traffic import Arrival, Served, serve, traffic
 from workbench.xlora.policy import policy_named
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from workbench.engine import Engine
 
 PERCENTILES = (50, 95, 99)
@@ -51,7 +53,10 @@ class _Sample:
 
 
 def measure_throughput(point: PointSettings, repeat: int, prepared: Any, folder: Path) -> dict[str, Any]:
-    """Run a point once with a clock and return its figures; its requests go to a run in `folder`.
+    """Run a point once with a clock and return its figures.
+
+    Writes its requests as a run, and `adapters.parquet`, a row per adapter, to `folder`. Every repeat begins with an
+    empty prefix cache.
 
     Raises:
         CheckFailed: a wrong result.
@@ -60,11 +65,14 @@ def measure_throughput(point: PointSettings, repeat: int, prepared: Any, folder:
     engine = prepared.engine
     arrivals = traffic(point, engine, prepared.adapters, prepared.mixture)
     concurrency = point.concurrency
+    # what the last unit left there would be found instead of computed
+    engine.memory.pool.clear()
     if point.id not in _seen.setdefault(engine, set()):
         check(engine, _Sample(point, arrivals))
         first = arrivals[:_CHECKED]
         require_right(serve(engine, [_now(each) for each in first], concurrency), first, point)
         _seen[engine].add(point.id)
+        engine.memory.pool.clear()
     reset_peak(engine.device)
     before = engine.counters()
     synchronize(engine.device)
@@ -80,9 +88,10 @@ def measure_throughput(point: PointSettings, repeat: int, prepared: Any, folder:
     with RunWriter(folder / "run", name=point.id, meta=meta) as run:
         for each, done in zip(served, completions, strict=True):
             run.request(request_row(each, done))
+    by_adapter(served, completions).to_parquet(folder / "adapters.parquet", index=False)
     return {
         **latencies(served, completions), **goodput(point, served, completions, wall_s),
-        **counts(completions, changed, wall_s), "fairness": fairness(served, completions),
+        **counts(served, completions, changed, wall_s), "fairness": fairness(served, completions),
         "peak_bytes": peak_bytes(engine.device),
     }  # fmt: skip
 
@@ -120,23 +129,49 @@ def goodput(
     return {"goodput_requests_s": kept / wall_s, "slo_share": kept / len(served)}
 
 
-def counts(completions: Sequence[Completion], changed: Mapping[str, float], wall_s: float) -> dict[str, float]:
-    """Return rates and counts of a timed run."""
+def counts(
+    served: Sequence[Served], completions: Sequence[Completion], changed: Mapping[str, float], wall_s: float
+) -> dict[str, float]:
+    """Return rates and counts of a timed run.
+
+    `forwards_per_token` is the forwards that ran while a request was there over its tokens, mean over all tokens: what
+    one request waits for, however many others run. `forward_ms` is the time of a step, waits between steps left out.
+    """
     tokens = sum(len(done.token_ids) for done in completions)
-    longest = max(len(done.token_ids) for done in completions)
     own = ("scalings_computed", "scalings_reused", "drafts_accepted", "drafts_rejected", "cached_tokens")
     summed = {key: sum(getattr(done, key) for done in completions) for key in own}
     kept = ("forwards", "rows", "scaling_rows", "preemptions", "slot_hits", "slot_loads", "slot_evictions")
     return {
         "wall_s": wall_s, "tok_s": tokens / wall_s, "requests_s": len(completions) / wall_s, "generated_tokens": tokens,
-        "forwards_per_token": changed["forwards"] / longest,
-        "forward_ms": _MILLI * wall_s / max(1, changed["forwards"]),
+        "forwards_per_token": sum(each.forwards for each in served) / tokens,
+        "forward_ms": _MILLI * changed["step_s"] / max(1, changed["forwards"]),
         **{key: changed[key] for key in kept}, **summed,
     }  # fmt: skip
 
 
+def by_adapter(served: Sequence[Served], completions: Sequence[Completion]) -> pd.DataFrame:
+    """Return a row per adapter, mixture or the base (no name): its requests, their tokens, medians and 95 % points."""
+    import pandas as pd
+
+    rows: dict[str | None, list[dict[str, float]]] = {}
+    for each, done in zip(served, completions, strict=True):
+        usage, late = done.usage, each.late_s
+        rows.setdefault(each.request.key, []).append({
+            "ttft_ms": _MILLI * (late + usage.prompt_time_s), "total_ms": _MILLI * (late + usage.total_time_s),
+            "tok_s": len(done.token_ids) / (late + usage.total_time_s), "tokens": len(done.token_ids),
+        })  # fmt: skip
+    found = []
+    for name, own in rows.items():
+        values = {key: np.array([row[key] for row in own]) for key in own[0]}
+        spread = {f"{key}_p{percentile}": float(np.percentile(values[key], percentile))
+                  for key in ("ttft_ms", "total_ms") for percentile in (50, 95)}
+        found.append({"name": name, "requests": len(own), "tokens": int(values["tokens"].sum()),
+                      "tok_s_per_request": float(values["tok_s"].mean()), **spread})
+    return pd.DataFrame(found)
+
+
 def fairness(served: Sequence[Served], completions: Sequence[Completion]) -> float:
-    """Return Jain's index of the adapters' mean tokens per second, waiting included: 1 where all fare alike.
+    """Return Jain's index of the adapters' mean tokens per second of a request, waiting included: 1 is alike for all.
 
     (sum x)² / (n sum x²), x one number for each adapter, mixture, or the base (Jain, Chiu and Hawe 1984).
     """
@@ -151,7 +186,7 @@ def request_row(each: Served, done: Completion) -> dict[str, Any]:
     """Return a request as the run store keeps it."""
     request, usage = each.request, done.usage
     return {
-        "request_id": done.request_id, "adapter": request.adapter,
+        "request_id": done.request_id, "adapter": "+".join(request.names) or None,
         "mixture": request.mixture.name if request.mixture is not None else None,
         "policy": request.policy.name if request.policy is not None else None,
         "prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens,
@@ -173,6 +208,8 @@ def require_right(served: Sequence[Served], arrivals: Sequence[Arrival], point: 
         request = each.request
         if request.error or request.finish_reason != "length":
             raise CheckFailed(f"request {request.id} ended with {request.finish_reason}: {request.error}")
+        if len(request.generated) != each.arrival.tokens:
+            raise CheckFailed(f"request {request.id} has {len(request.generated)} tokens, not {each.arrival.tokens}")
         if policy is None:
             continue
         prompt, inputs = len(request.prompt_ids), len(request.tokens) - 1

@@ -5,7 +5,6 @@ Contract: traffic is a function of a point's settings and seed; equal points see
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import UserError, names, nearest
+from workbench.jsonfile import parse_json
 from workbench.sweep.point import PointSettings
 from workbench.sweep.synthetic import adapter_of_each, random_prompts, text_prompts
 from workbench.sweep.workload import demo_text
@@ -50,13 +50,17 @@ class Served:
 
     Attributes:
         request: the engine's.
+        arrival: what was asked.
         late_s: seconds between the time it was to arrive and the time it was queued: a step was running.
         ended_s: seconds after the beginning.
+        forwards: the engine's, from when it was queued until it ended.
     """
 
     request: Request
-    late_s: float
-    ended_s: float
+    arrival: Arrival
+    late_s: float = 0.0
+    ended_s: float = 0.0
+    forwards: int = 0
 
 
 def traffic(point: PointSettings, engine: Engine, adapters: Sequence[str], mixture: str | None) -> list[Arrival]:
@@ -96,29 +100,45 @@ def arrival_times(point: PointSettings, random: np.random.Generator) -> list[flo
 
 
 def serve(engine: Engine, arrivals: Sequence[Arrival], concurrency: int | None = None) -> list[Served]:
-    """Run requests as they arrive and return them as they ended.
+    """Run requests as they arrive and return them as they ended; whatever goes wrong, none stays in the engine.
 
     Args:
         engine: idle.
         arrivals: in order.
         concurrency: how many closed arrivals run at once; None is all.
+
+    Raises:
+        UserError: a request that the engine refuses.
     """
-    waiting, open_, served = list(reversed(arrivals)), {}, []
+    waiting, served = list(reversed(arrivals)), []
+    open_: dict[Request, tuple[Arrival, float, int]] = {}
     started = time.perf_counter()
-    while waiting or open_:
-        now = time.perf_counter() - started
-        while waiting and _is_due(waiting[-1], now, len(open_), concurrency):
-            arrival = waiting.pop()
-            options = {"max_tokens": arrival.tokens, "ignore_eos": True, "seed": 0, **arrival.options}
-            request = engine.enqueue(arrival.prompt, **options)
-            open_[request] = 0.0 if arrival.at_s is None else max(0.0, time.perf_counter() - started - arrival.at_s)
-        if not open_:
-            time.sleep(max(_IDLE_S, waiting[-1].at_s - now))
-            continue
-        finished = engine.step()
-        now = time.perf_counter() - started
-        served += [Served(request, open_.pop(request), now) for request in finished if request in open_]
+    try:
+        while waiting or open_:
+            now = time.perf_counter() - started
+            while waiting and _is_due(waiting[-1], now, len(open_), concurrency):
+                arrival = waiting.pop()
+                options = {"max_tokens": arrival.tokens, "ignore_eos": True, "seed": 0, **arrival.options}
+                request = engine.enqueue(arrival.prompt, **options)
+                late = 0.0 if arrival.at_s is None else max(0.0, time.perf_counter() - started - arrival.at_s)
+                open_[request] = arrival, late, _num_forwards(engine)
+            if not open_:
+                time.sleep(max(_IDLE_S, waiting[-1].at_s - now))
+                continue
+            finished = engine.step()
+            now = time.perf_counter() - started
+            for request in finished:
+                if request in open_:
+                    arrival, late, before = open_.pop(request)
+                    served.append(Served(request, arrival, late, now, _num_forwards(engine) - before))
+    finally:
+        for request in open_:
+            engine.cancel(request)
     return served
+
+
+def _num_forwards(engine: Engine) -> int:
+    return int(engine.counters()["forwards"])
 
 
 def _is_due(arrival: Arrival, now_s: float, running: int, concurrency: int | None) -> bool:
@@ -161,42 +181,40 @@ def _from_file(
     point: PointSettings, engine: Engine, adapters: Sequence[str], mixture: str | None
 ) -> list[Arrival]:
     """Return the requests of a JSONL file: at_s, prompt_tokens, tokens, and adapter, a number, where there are some."""
-    lines = [line for line in read_lines(Path(point.trace)) if line]
-    if not lines:
-        raise UserError(f"trace {point.trace!r} holds no request")
-    prompts = _prompts(engine, [line["prompt_tokens"] for line in lines], point.seed)
+    path = point.file("trace")
+    lines = read_lines(path)
+    prompts = _prompts(engine, [line["prompt_tokens"] for line in lines.values()], point.seed)
     fixed = _options(point, len(lines), adapters, mixture) if point.mode != "lora" else [{}] * len(lines)
     arrivals = []
-    for number, (line, prompt, options) in enumerate(zip(lines, prompts, fixed, strict=True), 1):
+    for (number, line), prompt, options in zip(lines.items(), prompts, fixed, strict=True):
         wanted = line.get("adapter")
         if wanted is not None:
-            if point.mode != "lora" or not 0 <= wanted < len(adapters):
-                raise UserError(f"trace {point.trace!r}, line {number}: adapter {wanted} of {len(adapters)}, mode "
-                                f"{point.mode!r}; adapters are numbered from 0, for mode 'lora'")
+            where = f"trace {str(path)!r}, line {number}: 'adapter' is {wanted}"
+            if point.mode != "lora":
+                raise UserError(f"{where}, but mode {point.mode!r} lets no request choose one; leave it out")
+            if wanted >= len(adapters):
+                raise UserError(f"{where}, but there are {len(adapters)}, numbered from 0")
             options = {"adapter": adapters[wanted]}
         arrivals.append(Arrival(line["at_s"], prompt, line["tokens"], options))
     return sorted(arrivals, key=lambda arrival: arrival.at_s)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a trace, checked.
+def read_lines(path: Path) -> dict[int, dict[str, Any]]:
+    """Return the lines of a trace, checked, by their number in the file; empty ones are left out.
 
     Raises:
-        UserError: the first line that does not fit, with its number.
+        UserError: the first line that does not fit, with its number, or none at all.
     """
     try:
-        texts = path.read_text(encoding="utf-8").splitlines()
+        texts = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"trace {str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    found = []
+    found = {}
     for number, text in enumerate(texts, 1):
         if not text.strip():
             continue
         where = f"trace {str(path)!r}, line {number}"
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where} is no JSON: {error}") from None
+        line = parse_json(text, where)
         if not isinstance(line, dict):
             raise UserError(f"{where} is {line!r}, expected an object with {names(_LINE_KEYS)}")
         for key in line:
@@ -204,7 +222,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
                 hint = nearest(key, _LINE_KEYS)
                 raise UserError(f"{where}: unknown key {key!r}{hint}; the keys are {names(_LINE_KEYS)}")
         _require_line(line, where)
-        found.append(line)
+        found[number] = line
+    if not found:
+        raise UserError(f"trace {str(path)!r} holds no request")
     return found
 
 
