@@ -39,6 +39,7 @@ OUTPUTS = """(i) => jupyterapp.shell.currentWidget.content.widgets[i].model.outp
 JUPYTERS_OWN = ("Connection lost, reconnecting", "Could not restore the debugger state")
 WATCH = """() => { window.lwSeen = [];
   jupyterapp.shell.currentWidget.sessionContext.statusChanged.connect((_, status) => lwSeen.push(status)); }"""
+THEME = "(theme) => jupyterapp.commands.execute('apputils:change-theme', { theme })"
 STATUS = "() => jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status"
 
 
@@ -128,6 +129,12 @@ class LabPage:
         self.page.get_by_role("button", name="Confirm Kernel Restart").click()
         self.page.wait_for_function("() => lwSeen.includes('restarting') && lwSeen.at(-1) === 'idle'")
 
+    def theme(self, name: str) -> None:
+        """Choose JupyterLab's "Light" or "Dark" theme; it is kept by the server, so a test puts it back."""
+        self.page.evaluate(THEME, f"JupyterLab {name}")
+        is_light = str(name == "Light").lower()
+        self.page.wait_for_function("(wanted) => document.body.dataset.jpThemeLight === wanted", arg=is_light)
+
     def cell(self, index: int) -> Any:
         """Return the cell, scrolled into view."""
         found = self.page.locator(f'.jp-Notebook [data-windowed-list-index="{index}"]')
@@ -147,10 +154,10 @@ class LabPage:
         found = [out for index in self.page.evaluate(CODE) for out in self.outputs(index)]
         return ["\n".join(out["traceback"]) for out in found if out["output_type"] == "error"]
 
-    def keep(self, name: str) -> Path:
-        """Keep a picture of the page among the artefacts."""
+    def keep(self, name: str, part: Any = None) -> Path:
+        """Keep a picture of the page, or of a part of it, among the artefacts."""
         ARTEFACTS.mkdir(parents=True, exist_ok=True)
-        self.page.screenshot(path=(path := ARTEFACTS / f"lab-{name}.png"))
+        (part or self.page).screenshot(path=(path := ARTEFACTS / f"lab-{name}.png"))
         return path
 
     def _menu(self, menu: str, entry: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import nbformat
 import pytest
 from byte_engine import SPEC
 from lab_page import LabPage, opened, write_notebook
@@ -57,10 +58,40 @@ mixture = engine.load_mixture({str(shelf / "mix")!r}, "mix")
         yield open_cells
 
 
+def sources(name: str) -> list[str]:
+    return [cell.source for cell in nbformat.read(NOTEBOOKS / name, as_version=4).cells]
+
+
 @pytest.mark.demo
-def test_notebook_00_runs_and_its_pictures_are_live(browser, lab) -> None:
-    with opened(browser, lab, "00_start_here.ipynb") as page:
+def test_notebook_00_runs_and_its_views_are_alive(browser, lab) -> None:
+    name = "00_start_here.ipynb"
+    cells = sources(name)
+    shown, explored, played = (
+        next(i for i, cell in enumerate(cells) if start in cell) for start in ("show(trace)", "explore(", "console(")
+    )
+    with opened(browser, lab, name) as page:
         page.run_all(timeout_ms=600_000)
+        page.output(shown).locator(".lw canvas").wait_for()
+        page.keep("00-show")
+        view = page.output(explored)
+        view.locator(".lw-explore-map").focus()
+        page.page.keyboard.press("Enter")
+        page.until(lambda: "token" in view.locator(".lw-reading").inner_text())
+        page.keep("00-explore")
+        desk = page.output(played).locator("[data-lw-console]")
+        desk.locator("[data-lw-run]").click()
+        desk.locator("[data-lw-text] [data-token]").nth(30).wait_for()
+        desk.locator("label", has=page.page.locator('[data-lw-mode="force"]')).click()
+        adapters = desk.locator("[data-lw-fader]").evaluate_all("faders => faders.map((fader) => fader.ariaLabel)")
+        german, spanish = (next(i for i, label in enumerate(adapters) if n in label) for n in ("german", "spanish"))
+        slide(page, desk, spanish, 1.0)
+        slide(page, desk, german, 0.0)
+        page.until(lambda: level(desk, spanish) == 1.0 and level(desk, german) == 0.0)
+        assert desk.get_attribute("data-lw-state") == "running"
+        page.keep("00-console")
+        desk.locator("[data-lw-stop]").click()
+        page.until(lambda: desk.get_attribute("data-lw-state") == "ended")
+        assert "edited" in desk.locator("[data-lw-status]").inner_text()
 
 
 def test_a_users_mistake_is_one_sentence_below_its_cell(open_notebook) -> None:
@@ -94,7 +125,7 @@ for piece in engine.stream("Who speaks", mixture="mix", max_tokens=8000, ignore_
 def test_a_console_streams_its_faders_act_and_stop_stops(open_notebook) -> None:
     page = open_notebook(
         """
-from workbench.live.console import console
+from workbench import console
 desk = console(engine, "Who speaks at which token?", mixture="mix", max_tokens=8000, ignore_eos=True)
 desk
 """,
@@ -141,7 +172,7 @@ def level(desk, index: int) -> float:
 def test_explore_zooms_selects_and_tells_python(open_notebook) -> None:
     page = open_notebook(
         """
-from workbench.display import explore
+from workbench import explore
 with engine.record("scalings") as recorder:
     done = engine.generate("Who speaks at which token, and where?", mixture="mix", max_tokens=200, ignore_eos=True)
 view = explore(recorder.trace(done.request_id))
@@ -166,8 +197,8 @@ view
 def test_a_restarted_kernel_is_told_on_the_page(open_notebook) -> None:
     page = open_notebook(
         """
-from workbench.display import explore
-from workbench.live.console import console
+from workbench import explore
+from workbench import console
 with engine.record("scalings") as recorder:
     done = engine.generate("Who?", mixture="mix", max_tokens=20, ignore_eos=True)
 explore(recorder.trace(done.request_id))
@@ -180,8 +211,10 @@ explore(recorder.trace(done.request_id))
     desk.locator("[data-lw-text] [data-token]").nth(20).wait_for()
     page.restart()
     for index in (1, 2):
-        assert "was restarted" in page.output(index).locator("[data-lw-gone]").inner_text()
-    page.keep("restarted")
+        notice = page.output(index).locator("[data-lw-gone]")
+        assert "was restarted" in notice.inner_text()
+        notice.scroll_into_view_if_needed()
+        page.keep(f"restarted-{index}")
     desk.locator("[data-lw-stop]").click()
     page.until(lambda: "does not answer" in desk.locator("[data-lw-error]").inner_text())
     page.run(0)
@@ -193,7 +226,7 @@ explore(recorder.trace(done.request_id))
 def test_two_widgets_run_on_one_engine_at_once(open_notebook) -> None:
     page = open_notebook(
         """
-from workbench.live.console import console
+from workbench import console
 one, two = (console(engine, name, mixture="mix", max_tokens=8000, ignore_eos=True) for name in ("One?", "Two?"))
 one
 """,
@@ -215,6 +248,61 @@ one
     assert page.run(4)[0]["text"] == "cancelled True\n"
     desks[1].locator("[data-lw-stop]").click()
     page.until(lambda: desks[1].get_attribute("data-lw-state") == "ended")
+
+
+def test_settings_run_side_by_side_and_stop_together(open_notebook) -> None:
+    page = open_notebook(
+        """
+from workbench import compare_live
+settings = [{}, {"tgt_non_granular_index": 1}]
+sides = compare_live(engine, settings, "Who?", mixture="mix", max_tokens=8000, ignore_eos=True)
+sides
+""",
+        "print([done.finish_reason for done in sides.completions.values()])",
+    )
+    page.run(0)
+    page.run(1)
+    view = page.output(1).locator("[data-lw-compare-live]")
+    view.locator("[data-lw-run]").click()
+    for column in range(2):
+        view.locator(f'[data-lw-column="{column}"] [data-token]').nth(30).wait_for()
+    page.keep("compare-live")
+    view.locator("[data-lw-stop]").click()
+    page.until(lambda: view.get_attribute("data-lw-state") == "ended")
+    assert page.run(2)[0]["text"] == "['cancelled', 'cancelled']\n"
+
+
+def test_every_picture_stands_in_jupyterlabs_own_styles_light_and_dark(open_notebook) -> None:
+    page = open_notebook(
+        """
+from workbench import compare, explore, figures, show
+with engine.record("scalings", "entropy", "throughput", "cache") as recorder:
+    done = engine.generate("Who speaks at which token?", mixture="mix", max_tokens=60, ignore_eos=True)
+trace = recorder.trace(done.request_id)
+show(trace)
+""",
+        "explore(trace)",
+        "compare(engine, 'Who?', mixture='mix', tgt_non_granular_index=[None, 1], max_tokens=40, ignore_eos=True)",
+        "figures.by_depth(trace)",
+        "figures.timeline(recorder.steps())",
+        """
+import pandas as pd
+from workbench import sweep_view
+sweep_view(pd.DataFrame({"k": [1, 1, 2, 2, 4, 4], "nll": [3.0, 3.2, 2.5, 2.4, 2.2, 2.3], "seed": [0, 1] * 3}))
+""",
+    )
+    page.run_all()
+    for scheme in ("Light", "Dark"):
+        page.theme(scheme)
+        for index in range(1, 7):
+            out = page.output(index)
+            page.page.wait_for_timeout(100)
+            out.locator(".lw, img, svg").first.wait_for()
+            page.keep(f"gallery-{index}-{scheme.lower()}", out)
+            for view in out.locator(".lw[data-theme]").all():
+                assert view.get_attribute("data-theme") == scheme.lower()
+            assert out.locator(".lw-error").count() == 0
+    page.theme("Light")
 
 
 HOSTILE = (
