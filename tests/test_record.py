@@ -159,6 +159,24 @@ def test_every_thins_out_what_is_measured_and_scalings_stay_whole(shelf, model):
                 assert_measured(trace, alone(model, job, trace), every=3)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_half_precision_recording_changes_nothing_and_values_are_near_float32s(shelf, dtype):
+    chosen = [replace(job, max_tokens=3) for job in jobs()]
+    off = run(engine_in(shelf, "default", dtype=dtype), chosen, record=False)
+    engine, exact = engine_in(shelf, "default", dtype=dtype), engine_in(shelf, "default")
+    with engine.record(*ALL) as recorder, exact.record(*ALL) as reference:
+        on = run(engine, chosen, record=False)
+        run(exact, chosen, record=False)
+    for one, other in zip(off, on, strict=True):
+        assert one.tokens == other.tokens and torch.equal(one.logits, other.logits)
+        ours, theirs = (each.trace(one.request.id) for each in (recorder, reference))
+        prompt = slice(0, ours.prompt_tokens)  # what follows may differ by the tokens chosen
+        for name in [name for name in ("hidden_norm", "delta_norm") if name in ours.extras]:
+            values, expected = ours.extra(name).values[prompt], theirs.extra(name).values[prompt]
+            is_there = expected > 0
+            assert np.median(np.abs(values[is_there] / expected[is_there] - 1)) < 0.02, name
+
+
 def test_two_recorders_at_once_see_what_each_asked_for(shelf, model):
     engine, chosen = engine_in(shelf, "default"), jobs()
     whole, part = engine.record(*ALL), engine.record("scalings", "delta_norm", sites="*.q_proj", requests=["job-2"])

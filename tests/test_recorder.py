@@ -35,7 +35,7 @@ def test_a_mistake_in_measuring_stops_the_recording_and_not_the_engine(shelf, mo
     def broken(*_):
         raise ZeroDivisionError("a mistake of ours")
 
-    for place in ("delta_ratios", "as_index"):
+    for place in ("_lengths", "as_index"):
         engine = engine_on(shelf)
         monkeypatch.setattr(f"workbench.adapters.delta_norms.{place}", broken)
         with pytest.raises(UserError, match="stopped, .* ZeroDivisionError: a mistake of ours"), engine.record(*ALL):

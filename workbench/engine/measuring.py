@@ -70,15 +70,13 @@ class Measurement:
         self._hidden: Tensor | None = None
         if "hidden_norm" in wanted.kinds:
             self._hidden = torch.full((num_layers + 1, len(rows)), float("nan"), device=device)
+        logit_rows = batch.logit_rows
         self._deltas: DeltaNorms | None = None
         if sites and width:
-            self._deltas = DeltaNorms(rows, sites, width, batch.weights, device)
-        logit_rows = batch.logit_rows
+            self._deltas = DeltaNorms(rows, sites, width, batch.weights, device, logit_rows)
         place = {row: at for at, row in enumerate(logit_rows)}
         self._answering = [at for at, row in enumerate(rows) if row in place]
         self._answers = [place[rows[at]] for at in self._answering]
-        if self._deltas is not None:
-            self._deltas.expect_head(logit_rows)
         self._entropy: Tensor | None = None
         self._top: tuple[Tensor, Tensor] | None = None
 
@@ -103,7 +101,7 @@ class Measurement:
     def drain(self) -> Measured:
         """Return everything on the host."""
         return Measured(
-            _on_host(self._hidden), _on_host(self._deltas and self._deltas.values),
+            _on_host(self._hidden), _on_host(self._deltas and self._deltas.ratios()),
             np.asarray(self._answering, dtype=np.int64), _on_host(self._entropy),
             _on_host(self._top and self._top[0]), _on_host(self._top and self._top[1]),
         )  # fmt: skip
