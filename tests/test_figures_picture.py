@@ -10,6 +10,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from functools import cache
 from html import unescape
 
 import matplotlib
@@ -39,6 +40,12 @@ def hostile() -> Trace:
     trace = recorded(replace(small_trace(HOSTILE, adapters=3), adapters=NAMES))
     edits = ["ablate $x$", "force <script>alert(1)</script> for ever and ever and ever and ever"]
     return replace(trace, metadata={"base": "$x$</title>\n", "edits": edits, "dtype": "torch.bfloat16"})
+
+
+@cache
+def drawn(name: str) -> Picture:
+    """Return a figure of the hostile trace; each is made once."""
+    return getattr(figures, name)(hostile())
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +97,7 @@ def test_a_picture_cannot_be_saved_just_anywhere(picture: Picture, tmp_path) -> 
 
 @pytest.mark.parametrize("name", OF_A_TRACE)
 def test_hostile_names_and_tokens_are_inert_in_every_figure(name: str) -> None:
-    picture = getattr(figures, name)(hostile())
+    picture = drawn(name)
     shown = texts(picture)
     assert isinstance(picture.figure, Figure) and len(picture.description) > 40
     joined = "\n".join(shown)
@@ -100,11 +107,11 @@ def test_hostile_names_and_tokens_are_inert_in_every_figure(name: str) -> None:
     assert all(not text.get_parse_math() for text in maths)
 
 
-def test_nothing_is_cut_off_at_the_figures_edge() -> None:
-    for name in OF_A_TRACE:
-        picture = getattr(figures, name)(hostile())
-        drawn, page = picture.figure.get_tightbbox(), picture.figure.bbox_inches
-        assert drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= page.x1 and drawn.y1 <= page.y1, (name, drawn)
+@pytest.mark.parametrize("name", OF_A_TRACE)
+def test_nothing_is_cut_off_at_the_figures_edge(name: str) -> None:
+    figure = drawn(name).figure
+    inked, page = figure.get_tightbbox(), figure.bbox_inches
+    assert inked.x0 >= 0 and inked.y0 >= 0 and inked.x1 <= page.x1 and inked.y1 <= page.y1, inked
 
 
 def test_a_missing_glyph_is_a_box_and_an_acting_one_too() -> None:
@@ -125,8 +132,9 @@ def test_an_installed_font_is_used_for_what_the_first_lacks(monkeypatch) -> None
         fonts.families.cache_clear(), fonts._characters.cache_clear()
 
 
-def test_the_style_leaves_the_users_settings_and_log_as_they_were() -> None:
+def test_the_style_leaves_the_users_settings_and_log_as_they_were(monkeypatch) -> None:
     log = logging.getLogger("matplotlib.font_manager")
+    monkeypatch.setattr(log, "level", logging.WARNING)
     before = dict(matplotlib.rcParams), log.level
     figures.entropy(small_trace())
     assert (dict(matplotlib.rcParams), log.level) == before
