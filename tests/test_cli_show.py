@@ -9,7 +9,7 @@ import pytest
 from test_run import STEP, named
 from trace_problem import small_trace
 
-from workbench import RunWriter
+from workbench import Comparison, RunWriter
 from workbench.cli import main
 from workbench.cli.demo import _earlier_run
 
@@ -104,6 +104,18 @@ def test_a_page_is_opened_in_the_browser_if_there_is_one(call, trace, tmp_path, 
     monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or len(opened) == 1)
     assert call(trace, "--open")[2] == "" and opened == [(tmp_path / "here" / "one.html").as_uri()]
     assert "no browser could be opened; open one.html yourself" in call(trace, "--open")[2]
+
+
+def test_a_comparison_is_shown_from_its_folder_or_its_index(call, mistake, tmp_path):
+    trace = small_trace(tokens=("Alpha", " beta", " gamma", "."))
+    folder = Comparison.of({"exact": trace, "k = 4": trace}).save(tmp_path / "compared")
+    for path in (folder, folder / "comparison.safetensors"):
+        assert call(path, "--title", "Two <settings>")[:2] == (0, "compared.html\n")
+        page = (tmp_path / "here" / "compared.html").read_text(encoding="utf-8")
+        assert "Two &lt;settings&gt;" in page and "What each setting changed" in page and "k = 4" in page
+    assert "is a comparison" in mistake(folder, "--request", "req-1")
+    (folder / "setting-1.safetensors").unlink()
+    assert "is damaged: it lacks 'setting-1.safetensors'" in mistake(folder)
 
 
 def test_every_mistake_is_a_sentence(mistake, trace, folder, tmp_path):

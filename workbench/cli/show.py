@@ -1,4 +1,4 @@
-"""`workbench show`: the static page of a trace or a run, from the shell."""
+"""`workbench show`: the static page of a trace, a run or a comparison, from the shell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import UserError, names, nearest
 
+_INDEXES = ("run.json", "comparison.safetensors")
+
 if TYPE_CHECKING:
+    from workbench.instrument.comparison import Comparison
     from workbench.instrument.run import Run
     from workbench.instrument.trace import Trace
 
@@ -18,17 +21,20 @@ _EXAMPLE = """examples:
   workbench show workbench-demo/run --open
   workbench show runs/monday --request req-3 --out req-3.html
   workbench show trace.safetensors --out figure.pdf --title 'Which adapter speaks'
+  workbench show compared --out compared.html
 """
 
 
 def add_parser(commands: Any, formatter: type) -> None:
     """Add the command and its options."""
     parser = commands.add_parser(
-        "show", help="write the page or figure of a trace or a run", epilog=_EXAMPLE, formatter_class=formatter,
-        description="Write a page that needs no server and no network, or a figure, of a saved trace or a run. Of a "
-        "run it shows the trace, if it has one trace or --request names it; else its timelines.",
+        "show", help="write the page or figure of a trace, a run or a comparison", epilog=_EXAMPLE,
+        formatter_class=formatter,
+        description="Write a page that needs no server and no network, or a figure, of a saved trace, run or "
+        "comparison. Of a run it shows the trace, if it has one trace or --request names it; else its timelines.",
     )
-    parser.add_argument("path", metavar="RUN|TRACE", help="a run folder, or a trace (.safetensors)")
+    what = "the folder of a run or a comparison, or a trace (.safetensors)"
+    parser.add_argument("path", metavar="RUN|TRACE|COMPARISON", help=what)
     parser.add_argument("--out", metavar="FILE", help="what to write: .html (the default), .png, .svg or .pdf")
     parser.add_argument("--request", metavar="ID", help="which trace of a run")
     parser.add_argument("--title", metavar="TEXT", help="heading of the page")
@@ -39,7 +45,7 @@ def add_parser(commands: Any, formatter: type) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the page and print its path."""
     path = Path(arguments.path)
-    path = path.parent if path.name == "run.json" else path
+    path = path.parent if path.name in _INDEXES else path
     shown = subject(path, arguments.request)
     out = Path(arguments.out) if arguments.out else Path(f"{_stem(path, arguments.request)}.html")
     write(shown, [out], arguments.title)
@@ -52,22 +58,30 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def subject(path: Path, request_id: str | None) -> Trace | Run:
-    """Return what lies at `path`: a trace, a run's only or named trace, or a run that has none or several.
+def subject(path: Path, request_id: str | None) -> Trace | Run | Comparison:
+    """Return what lies at `path`: a trace, a comparison, a run's only or named trace, or a run without or with several.
 
     Raises:
-        UserError: neither a trace nor a run, or no such request.
+        UserError: none of them, or no such request.
     """
+    from workbench.instrument.comparison import Comparison
+    from workbench.instrument.comparison_file import is_comparison
     from workbench.instrument.run import open_run
     from workbench.instrument.trace import Trace
 
     if not path.exists():
         near = nearest(path.name, _siblings(path))
-        raise UserError(f"{str(path)!r} does not exist{near}; expected a run folder or a trace (.safetensors)")
+        raise UserError(
+            f"{str(path)!r} does not exist{near}; expected the folder of a run or comparison, or a trace (.safetensors)"
+        )
     if not path.is_dir():
         if request_id is not None:
             raise UserError(f"--request chooses a trace of a run, and {str(path)!r} is a file")
         return Trace.load(path, lazy=True)
+    if is_comparison(path):
+        if request_id is not None:
+            raise UserError(f"--request chooses a trace of a run, and {str(path)!r} is a comparison")
+        return Comparison.load(path, lazy=True)
     opened = open_run(path)
     ids = opened.trace_ids
     if request_id is not None or len(ids) == 1:
@@ -77,8 +91,8 @@ def subject(path: Path, request_id: str | None) -> Trace | Run:
     return opened
 
 
-def write(shown: Trace | Run, files: Iterable[Path], title: str | None = None) -> None:
-    """Write the picture of a trace or run to each of the files, in the format that its suffix says."""
+def write(shown: Trace | Run | Comparison, files: Iterable[Path], title: str | None = None) -> None:
+    """Write the picture of a trace, run or comparison to each of the files, in the format that its suffix says."""
     from workbench.display import show
 
     picture = show(shown, title=title)
