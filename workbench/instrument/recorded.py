@@ -106,6 +106,15 @@ def extras_of(given: Any, num_tokens: int) -> dict[str, Recorded]:
     return dict(given)
 
 
+def require_unicode(field: str, texts: Sequence[str]) -> None:
+    """Raise unless every text can be written to a file."""
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        broken = [text for text in texts if any("\ud800" <= char <= "\udfff" for char in text)]
+        raise UserError(f"{field} must be valid Unicode; {names(broken, 2)} holds half of a surrogate pair") from None
+
+
 def _labels(given: Any, axes: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
     if not isinstance(given, Mapping) or set(given) != set(axes[1:]):
         has = names(list(given)) if isinstance(given, Mapping) else repr(given)
@@ -123,7 +132,5 @@ def _labels(given: Any, axes: tuple[str, ...], shape: tuple[int, ...]) -> dict[s
 def _texts(field: str, given: Any) -> tuple[str, ...]:
     if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
         raise UserError(f"{field} must be a sequence of strings, not {given!r}")
-    broken = [text for text in given if any("\ud800" <= char <= "\udfff" for char in text)]
-    if broken:
-        raise UserError(f"{field} must be valid Unicode; {names(broken, 2)} holds half of a surrogate pair")
+    require_unicode(field, given)
     return tuple(given)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import UserError, names
-from workbench.instrument.recorded import extras_of
+from workbench.instrument.recorded import extras_of, require_unicode
 
 if TYPE_CHECKING:
     from workbench.instrument.trace import Trace
@@ -97,21 +97,15 @@ def _labels(field: str, axis: str, labels: Any, length: int, unique: bool) -> tu
     if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
         raise UserError(f"{field} must be a sequence of strings, one per {axis}")
     labels = tuple(labels)
-    broken = [label for label in labels if not _is_unicode(label)]
-    if broken:
-        raise UserError(f"{field} must be valid Unicode; {names(broken, 2)} holds half of a surrogate pair")
+    require_unicode(field, labels)
     if len(labels) != length:
         raise UserError(f"{field} has {len(labels)} names, but the {axis} axis of values has length {length}")
     if not labels and axis == "token":
         raise UserError("a trace needs at least one token; the token axis is empty")
-    repeated = sorted({label for label in labels if labels.count(label) > 1}) if unique else []
-    if repeated:
+    if unique and len(set(labels)) < len(labels):
+        repeated = sorted({label for label in labels if labels.count(label) > 1})
         raise UserError(f"{field} must differ from each other; repeated: {names(repeated)}")
     return labels
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _per_token(field: str, array: Any, dtype: np.dtype, length: int) -> np.ndarray:
