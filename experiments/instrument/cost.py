@@ -6,11 +6,13 @@ Two measurements, both interleaved so that what slows the machine down slows bot
             of a request, such as scalings
     steps   single decode steps of one running batch; for kinds that cost in every step
 
+Both clocks are read: processor time of one thread (`--threads 1`) is hardly disturbed by others on the machine.
+
 First logits and tokens with every kind on are compared with those of no recorder, bit for bit; where they differ,
 nothing is measured. The last line is one JSON document.
 
-    python cost.py whole
-    python cost.py steps --kinds entropy delta_norm
+    python cost.py whole --threads 1
+    python cost.py steps --threads 1 --kinds entropy delta_norm
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from workbench.sweep.machine import environment, load_average
 from workbench.sweep.statistics import ratio
 
 PROMPTS = ("def mean(", "Der Apfel ", "El perro ", "And it came ")
-TIMED_STEPS = 2  # in a row, of each side of a pair
-Times = tuple[list[float], list[float]]  # with a recorder, without
+TIMED_STEPS = 1  # in a row, of each side of a pair
+CLOCKS = {"processor": time.process_time, "wall": time.perf_counter}
+Times = dict[bool, list[list[float]]]  # with a recorder, without -> seconds by each clock
 # frozen after the prompt, a request has one row a step, and all of them are rows that a recorder looks at
 WHO = {"mixture": "demo", "tgt_non_granular_index": 0, "ignore_eos": True, "seed": 1}
 
@@ -41,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("measurement", choices=("whole", "steps"))
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), help="scalings if whole, else the others")
     parser.add_argument("--pairs", type=int, default=20, help="measured pairs of each kind (default: 20)")
+    parser.add_argument("--threads", type=int, help="of torch (default: its own)")
     parser.add_argument("--rows", type=int, default=16, help="requests that decode together (default: 16)")
     parser.add_argument("--tokens", type=int, default=12, help="tokens of each request in `whole` (default: 12)")
     options = parser.parse_args(argv)
@@ -48,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # "cache" and "throughput" record the same table
     others = [kind for kind in KINDS if kind not in ("scalings", "cache")]
     kinds = options.kinds or (["scalings"] if is_whole else others)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     engine = Engine.from_mixture("demo")
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(options.rows)]
     if not is_same(engine, prompts):
@@ -56,14 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure = whole if is_whole else steps
     before, found = load_average(), {}
     for kind in kinds:
-        on, off = measure(engine, prompts, kind, options)
-        cost = ratio(on, off)
-        found[kind] = {
-            "ratio": round(cost.value, 4), "low": round(cost.low, 4), "high": round(cost.high, 4),
-            "on_ms": [round(1000 * each, 3) for each in on], "off_ms": [round(1000 * each, 3) for each in off],
-        }  # fmt: skip
-        percent = [100 * (each - 1) for each in (cost.value, cost.low, cost.high)]
-        print(f"{kind:12} {percent[0]:+6.2f} %  ({percent[1]:+.2f} to {percent[2]:+.2f})", flush=True)
+        found[kind] = summary(measure(engine, prompts, kind, options))
+        for clock, cost in found[kind].items():
+            percent = [100 * (cost[key] - 1) for key in ("ratio", "low", "high")]
+            print(f"{kind:12} {clock:10} {percent[0]:+6.2f} %  ({percent[1]:+.2f} to {percent[2]:+.2f})", flush=True)
     print(json.dumps({
         "measurement": options.measurement, "rows": options.rows, "pairs": options.pairs,
         "tokens": options.tokens if is_whole else None, "kinds": found, "load_average": before,
@@ -95,9 +97,28 @@ def is_same(engine: Engine, prompts: list[str]) -> bool:
     return same and tokens[0] == tokens[1]
 
 
+def summary(times: Times) -> dict[str, dict]:
+    """Return each clock's median with a recorder over that without, with its bootstrap interval, and what was read."""
+    found = {}
+    for place, clock in enumerate(CLOCKS):
+        on, off = ([each[place] for each in times[side]] for side in (True, False))
+        cost = ratio(on, off)
+        found[clock] = {"ratio": round(cost.value, 4), "low": round(cost.low, 4), "high": round(cost.high, 4)}
+        found[clock] |= {f"{name}_ms": [round(1000 * t, 3) for t in side] for name, side in (("on", on), ("off", off))}
+    return found
+
+
+def now() -> list[float]:
+    return [clock() for clock in CLOCKS.values()]
+
+
+def since(began: list[float], count: int = 1) -> list[float]:
+    return [(end - start) / count for end, start in zip(now(), began, strict=True)]
+
+
 def whole(engine: Engine, prompts: list[str], kind: str, options: argparse.Namespace) -> Times:
     """Return the seconds of generations with and without a recorder."""
-    times: dict[bool, list[float]] = {True: [], False: []}
+    times: Times = {True: [], False: []}
     for pair in range(-1, options.pairs):
         for is_on in (pair % 2 == 0, pair % 2 != 0):
             requests = [engine.enqueue(prompt, max_tokens=options.tokens, **WHO) for prompt in prompts]
@@ -105,19 +126,19 @@ def whole(engine: Engine, prompts: list[str], kind: str, options: argparse.Names
             while not all(request.is_decoding and request.choices for request in requests):
                 engine.step()
             gc.collect()
-            began = time.perf_counter()
+            began = now()
             while engine.scheduler.has_work():
                 engine.step()
             if recorder:
                 recorder.close()
             if pair >= 0:  # the first warms up
-                times[is_on].append(time.perf_counter() - began)
-    return times[True], times[False]
+                times[is_on].append(since(began))
+    return times
 
 
 def steps(engine: Engine, prompts: list[str], kind: str, options: argparse.Namespace) -> Times:
     """Return the seconds of decode steps with and without a recorder, the step that makes its buffers left out."""
-    times: dict[bool, list[float]] = {True: [], False: []}
+    times: Times = {True: [], False: []}
     most = 16 + 2 * (options.pairs + 1) * (TIMED_STEPS + 1)
     requests = [engine.enqueue(prompt, max_tokens=most, **WHO) for prompt in prompts]
     while not all(request.is_decoding and request.choices for request in requests):
@@ -126,16 +147,16 @@ def steps(engine: Engine, prompts: list[str], kind: str, options: argparse.Names
         for is_on in (pair % 2 == 0, pair % 2 != 0):
             recorder = engine.record(kind) if is_on else None
             engine.step()
-            began = time.perf_counter()
+            began = now()
             for _ in range(TIMED_STEPS):
                 engine.step()
             if pair >= 0:
-                times[is_on].append((time.perf_counter() - began) / TIMED_STEPS)
+                times[is_on].append(since(began, TIMED_STEPS))
             if recorder:
                 recorder.close()
     for request in requests:
         engine.cancel(request)
-    return times[True], times[False]
+    return times
 
 
 if __name__ == "__main__":
