@@ -51,6 +51,8 @@ _HOME = {
     "open_runs": "workbench.instrument.run_list",
     "Ordering": "workbench.ordering",
     "periodic": "workbench.xlora",
+    "Recorded": "workbench.instrument.recorded",
+    "Recorder": "workbench.instrument.recorder",
     "Run": "workbench.instrument.run",
     "RunWriter": "workbench.instrument.run_writer",
     "Sampling": "workbench.engine",
@@ -91,6 +93,8 @@ __all__ = [
     "open_runs",
     "Ordering",
     "periodic",
+    "Recorded",
+    "Recorder",
     "Run",
     "RunWriter",
     "Sampling",
@@ -119,6 +123,8 @@ if TYPE_CHECKING:
     from workbench.engine import Chat, Completion, Engine, Handle, Sampling
     from workbench.errors import UserError
     from workbench.instrument.comparison import Comparison
+    from workbench.instrument.recorded import Recorded
+    from workbench.instrument.recorder import Recorder
     from workbench.instrument.run import Run, open_run
     from workbench.instrument.run_list import list_runs, open_runs
     from workbench.instrument.run_writer import RunWriter
