@@ -158,7 +158,7 @@ def test_a_stream_tells_its_listener_too_and_says_why_it_failed(engine):
         ({"adapter": {}}, "adapter must be a name"), ({"mixture": {}}, "mixture must be a name"),
         ({"request_id": ""}, "request_id must be a name"), ({"request_id": 5}, "request_id must be a name"),
         ({"on_text": 5}, "on_text must be a function"), ({"sampling": {}}, "sampling must be a Sampling"),
-        ({"mixture": "mix", "policy": "exact"}, "policy must be a reuse policy"),
+        ({"mixture": "mix", "policy": 3}, "policy must be a reuse policy"),
         ({"distributions": True}, "ask score for them"), ({"distributions": "x"}, "must be True or False"),
     ],
     ids=str,

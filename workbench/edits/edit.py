@@ -62,7 +62,7 @@ class Edit:
     """
 
     def __init__(self, sites: str | Sequence[str] | None = None, positions: Positions = None):
-        self.sites = (sites,) if isinstance(sites, str) else None if sites is None else tuple(sites)
+        self.sites = checked_sites(sites)
         self.positions = checked_positions(positions)
 
     @property
@@ -139,18 +139,42 @@ def checked_positions(positions: Any) -> slice | frozenset[int] | str | None:
         return positions
     expected = "a slice, a range, positions from 0, 'prompt' or 'generated'"
     if isinstance(positions, slice):
-        bounds = (positions.start, positions.stop)
-        if any(bound is not None and bound < 0 for bound in bounds) or (positions.step or 1) < 1:
+        bounds = (positions.start, positions.stop, positions.step)
+        if not all(bound is None or _is_whole(bound) for bound in bounds):
+            raise UserError(f"positions={positions!r}: the bounds of a slice are whole numbers")
+        if any(bound is not None and bound < 0 for bound in bounds):
             raise UserError(f"positions={positions!r}: a request's end is not known while it runs; expected {expected}")
+        if positions.step == 0:
+            raise UserError(f"positions={positions!r}: the step of a slice is at least 1")
         return positions
-    if isinstance(positions, int) and not isinstance(positions, bool):
+    if _is_whole(positions):
         positions = (positions,)
     if isinstance(positions, str) or not isinstance(positions, Iterable):
         raise UserError(f"positions must be {expected}, not {positions!r}")
-    chosen = frozenset(positions)
-    if not chosen or not all(isinstance(p, int | np.integer) and not isinstance(p, bool) and p >= 0 for p in chosen):
-        raise UserError(f"positions must be {expected}, not {names(sorted(chosen, key=str))}")
-    return chosen
+    listed = list(positions)
+    if not listed or not all(_is_whole(each) and each >= 0 for each in listed):
+        raise UserError(f"positions must be {expected}, not {names(listed)}")
+    return frozenset(map(int, listed))
+
+
+def checked_sites(sites: Any) -> tuple[str, ...] | None:
+    """Return site patterns as a tuple; None for every site.
+
+    Raises:
+        UserError: not patterns, or none.
+    """
+    if sites is None:
+        return None
+    listed = [sites] if isinstance(sites, str) or not isinstance(sites, Iterable) else list(sites)
+    if not all(isinstance(each, str) for each in listed):
+        raise UserError(f"sites must be a pattern such as '*.q_proj', or a list of them, not {sites!r}")
+    if not listed:
+        raise UserError("sites=[] changes nothing; leave sites out to change all of them")
+    return tuple(listed)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _rows(positions: slice | frozenset[int] | str | None, tap: Tap) -> Tensor:

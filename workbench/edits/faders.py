@@ -40,6 +40,8 @@ class Faders(Edit):
             value: a finite number.
             mode: "bias" or "force".
         """
+        if not isinstance(name, str):
+            raise UserError(f"a fader is of an adapter, named by text, not {name!r}")
         if mode not in MODES:
             raise UserError(f"a fader's mode is one of {names(MODES)}, not {mode!r}{nearest(mode, MODES)}")
         value = finite(value, f"the fader of {name!r}")

@@ -8,6 +8,7 @@ may change finds no adapted blocks there. With no edit open this costs one look 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from workbench.edits import Edit, Tap
 from workbench.edits.edit import matching_sites
 from workbench.engine.batch import ADAPTED, SpanPlan
+from workbench.engine.interrupts import let_interrupts
+from workbench.engine.scheduler import reason_of
 from workbench.errors import UserError, names, nearest
 
 if TYPE_CHECKING:
@@ -35,10 +38,11 @@ class Applied:
     Attributes:
         key: "classifier:scalings", or "<site pattern>:scalings".
         fired: rows it gave scalings to so far, equal ones included.
+        error: why a request failed in it, the last one's; None when none has.
     """
 
     def __init__(self, key: str, given: Any):
-        self.key, self.fired = key, 0
+        self.key, self.fired, self.error = key, 0, None
         self.pattern = pattern_of(key)
         self.functions: tuple[EditFunction, ...] = tuple(given) if isinstance(given, list | tuple) else (given,)
         if not self.functions:
@@ -68,11 +72,11 @@ class Applied:
         tap = Tap(
             self.key, request.id, mixture.adapter_names, tuple(mixture.sites[i] for i in columns),
             torch.arange(first, first + len(used)), len(request.prompt_ids),
-            lambda position: request.unedited(position, position + 1)[0, columns],
+            lambda position: _unedited(request, position, first + len(used))[columns],
         )
         labels = []
         for function in self.functions:
-            new = checked(function(part, tap), part.shape, function, self.key)
+            new = checked(self._asked(function, part, tap), part.shape, function, self.key)
             if new is not None:
                 part = new
                 labels.append(label_of(function))
@@ -83,6 +87,18 @@ class Applied:
         whole = used.clone()
         whole[:, columns] = part
         return whole
+
+    def _asked(self, function: EditFunction, part: Tensor, tap: Tap) -> Any:
+        """Return what a function gives; one of the user's own may take for ever, and is not trusted with `part`."""
+        if isinstance(function, Edit):
+            return function(part, tap)
+        mine = part.clone()
+        with let_interrupts():
+            given = function(mine, tap)
+        if given is None and not torch.allclose(mine, part, rtol=0, atol=0, equal_nan=True):
+            raise UserError(f"{self.key}: {label_of(function)} changed what it was given and returned None, which is "
+                            "no change; return the new scalings")
+        return given
 
 
 class Edits:
@@ -100,6 +116,7 @@ class Edits:
         self.requests = request_ids(requests)
         self._applied = {key: Applied(key, edit) for key, edit in given.items()}
         self._close = close
+        self._fitting: frozenset[str] = frozenset()
 
     def __getitem__(self, key: str) -> Applied:
         if key not in self._applied:
@@ -117,8 +134,10 @@ class Edits:
             if not applied.fired:
                 whose = "any request" if self.requests is None else f"requests {names(sorted(self.requests))}"
                 what = ", ".join(map(label_of, applied.functions))
-                raise UserError(f"edit {key!r} ({what}) changed no row of {whose}: no request with a mixture it fits "
-                                "ran here, or it returned None for every row")
+                why = applied.error or (
+                    "no request with a mixture it fits ran here, or it returned None for every row"
+                )
+                raise UserError(f"edit {key!r} ({what}) changed no row of {whose}: {why}")
 
     def close(self) -> None:
         """End the edits: rows that run from now on are not changed. No error if they have ended."""
@@ -132,23 +151,35 @@ class Edits:
             errors = [error for error in (_misfit(applied, mixture) for mixture in mixtures.values()) if error]
             if len(errors) == len(mixtures):
                 raise errors[0]
+        self._fitting = frozenset(mixture.content_key for mixture in mixtures.values() if self._fits(mixture))
+        if not self._fitting:
+            raise UserError(f"no mixture fits all of {names(list(self._applied))}; open edits of different mixtures "
+                            "one by one")
 
     def concerns(self, request: Request) -> bool:
         """Whether these edits are for a request."""
         if request.mixture is None or (self.requests is not None and request.id not in self.requests):
             return False
-        # named requests are edited or fail; without names, mixtures that an edit does not fit are left alone
-        return self.requests is not None or all(_misfit(a, request.mixture) is None for a in self._applied.values())
+        # named requests are edited or fail, and so do those of a mixture that an edit did fit and, moved, no longer
+        # does; without names, mixtures that it never fitted are left alone
+        mixture = request.mixture
+        return self.requests is not None or mixture.content_key in self._fitting or self._fits(mixture)
 
     def change(self, request: Request, first: int, used: Tensor) -> Tensor | None:
         """Return what rows from position `first` on use instead of `used`, or None for no change."""
         changed = None
         for applied in self._applied.values():
-            if self.requests is not None:
+            try:
                 applied.check(request.mixture)
-            new = applied.change(request, first, used if changed is None else changed)
+                new = applied.change(request, first, used if changed is None else changed)
+            except Exception as error:
+                applied.error = reason_of(error)
+                raise
             changed = changed if new is None else new
         return changed
+
+    def _fits(self, mixture: Mixture) -> bool:
+        return all(_misfit(applied, mixture) is None for applied in self._applied.values())
 
 
 class Editing:
@@ -265,6 +296,13 @@ def taps(mixtures: Mapping[str, Mixture]) -> pd.DataFrame:
 def _differing(one: Tensor, other: Tensor) -> Tensor:
     """Return bool `[row]`: whether the rows differ anywhere."""
     return (one != other).flatten(1).any(1)
+
+
+def _unedited(request: Request, position: Any, stop: int) -> Tensor:
+    """Return what an input uses unedited, `[site, adapter]`; those from `stop` on are not known yet."""
+    if isinstance(position, bool) or not isinstance(position, Integral) or not 0 <= position < stop:
+        raise UserError(f"scalings_at takes a position from 0 to {stop - 1}, the last one that runs, not {position!r}")
+    return request.unedited(int(position), int(position) + 1)[0]
 
 
 def _misfit(applied: Applied, mixture: Mixture) -> UserError | None:

@@ -232,8 +232,16 @@ class Engine(Loading, Observing):
         Raises:
             UserError: a key, adapter or site that no loaded mixture has; on leaving, an edit that changed nothing.
         """
-        with self.adapters.turn:
-            return self.editing.open(edits, requests, self.mixtures)
+        self.require_open()
+        opened = None
+        try:
+            with self.adapters.turn, held_interrupts():
+                opened = self.editing.open(edits, requests, self.mixtures)
+        except KeyboardInterrupt:
+            if opened is not None:
+                opened.close()  # nobody else can
+            raise
+        return opened
 
     @property
     def taps(self) -> pd.DataFrame:

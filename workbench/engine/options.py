@@ -25,6 +25,8 @@ def check_arguments(
     for key, value in (("adapter", adapter), ("mixture", mixture), ("request_id", request_id)):
         if value is not None and (not isinstance(value, str) or not value):
             raise UserError(f"{key} must be a name, not {value!r}")
+        if value is not None and any("\ud800" <= char <= "\udfff" for char in value):
+            raise UserError(f"{key} must be valid Unicode; {value!r} holds half of a surrogate pair")
     if on_text is not None and not callable(on_text):
         raise UserError(f"on_text must be a function that takes text, not {on_text!r}")
     if not isinstance(distributions, bool):

@@ -239,7 +239,7 @@ class Request:
     def used(self, first: int, stop: int) -> Tensor:
         """Return float32 `[row, site, n]`: the scalings that the inputs `first:stop` use, edits included."""
         used = self.unedited(first, stop)
-        if self.edited:
+        if self.edited and len(used):
             used = torch.stack([self.edited.get(first + row, used[row]) for row in range(len(used))])
         return used
 

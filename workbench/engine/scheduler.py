@@ -101,7 +101,9 @@ class Scheduler:
         self._expire(time.perf_counter())
         self._admit_waiting()
         plans = self._plan_alone() if self._suspects else self._plan()
-        placed = [plan for mine in plans.values() if self._edited(mine) for plan in mine]
+        edited = [plan for mine in plans.values() if self._edited(mine) for plan in mine]
+        # an edit may have ended any request, its own too: what ended has no blocks any more
+        placed = [plan for plan in edited if plan.request.finish_reason is None]
         return build_batch(placed, self.memory.pool, self.row_padding, self.reference_attention)
 
     def commit(
