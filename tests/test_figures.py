@@ -11,7 +11,7 @@ import pytest
 from trace_problem import HOSTILE, make_trace, small_trace, with_outliers
 
 from workbench.display import figures, labels, palette
-from workbench.display.drawing import line_spans
+from workbench.display.drawing import line_spans, pooled
 from workbench.display.trace_figures import MAX_SITE_PANELS
 from workbench.errors import UserError
 from workbench.instrument.trace import Trace
@@ -221,3 +221,28 @@ def test_many_adapters_and_long_texts_stay_of_bounded_size() -> None:
     assert any("10 with the largest share of 200" in text for text in all_text(figure))
     assert line_spans(1000) == [(0, 1000)]
     assert line_spans(100) == [(0, 50), (50, 100)]
+
+
+def test_columns_of_a_long_text_are_means_of_tokens_and_say_so() -> None:
+    values = np.arange(10, dtype=np.float32)[:, None, None] * np.ones((1, 2, 1), np.float32)
+    values[3] = np.nan
+    made, size = pooled(values, most=4)
+    assert size == 3 and made[:, 0, 0].tolist() == [1, 4.5, 7, 9] and pooled(values, most=10) == (values, 1)
+    trace, length = make_trace(1, None), 5000
+    index = np.arange(length) % 134
+    long = replace(
+        trace, values=trace.values[index], token_ids=trace.token_ids[index], tokens=("x",) * length,
+        positions=np.arange(length), generated=np.arange(length) >= 4000, source=np.arange(length),
+        draft=np.full(length, -1), time_s=np.zeros(length),
+    )  # fmt: skip
+    figure = figures.site_token(long).figure
+    drawn, axes = scalar_images(figure)[0]
+    np.testing.assert_allclose(drawn[:, 7], long.values[14:16, :, 0].mean(0), rtol=1e-6)
+    assert drawn.shape[1] == 2500 and axes.get_xlim() == (-0.5, 4999.5)
+    assert any("a column is the mean of 2 tokens" in text for text in all_text(figure))
+
+
+def test_rounding_and_single_adapters_are_told(trace: Trace) -> None:
+    assert "Stored values are float16" in labels.scale_note(replace(trace, values=trace.values.astype(np.float16)))
+    alone = replace(trace, metadata={"mixture": None, "adapter": "german"})
+    assert dict(labels.facts(alone))["Adapter"] == "german" and "Mixture" not in dict(labels.facts(alone))

@@ -147,7 +147,7 @@ def test_long_names_keep_both_ends() -> None:
 
 def test_adapters_are_told_apart_without_colour() -> None:
     styles = [(str(line_style(i)["linestyle"]), line_style(i)["marker"]) for i in range(len(MARKERS))]
-    assert len(set(styles)) == len(styles)
+    assert len(set(styles)) == len(styles) and len({dashes for dashes, _ in styles}) == 5
 
 
 def test_figures_of_recorded_traces_need_neither_torch_nor_pyplot() -> None:

@@ -13,9 +13,10 @@ from workbench.display.drawing import (
     RIGHT_IN,
     TokenLines,
     adapter_heading,
-    heatmap,
-    site_axes,
-    site_extent,
+    has_cells,
+    pooled,
+    pooling_note,
+    site_panel,
 )
 from workbench.display.labels import badges, counted, short, visible
 from workbench.display.leading import leading_adapters, row_names, with_others
@@ -94,7 +95,7 @@ def difference(
         sheet = Sheet()
         top = head(sheet, title, _lines(found, labels), _badges(one, other, labels))
         scale.bar(sheet, (MARGIN_IN + 0.5, top + 0.08, 3.2), found.values)
-        _explain(sheet, top + 0.03, labels, found.floor)
+        _explain(sheet, top + 0.03, labels, found)
         top = _token_lines(sheet, found, scale, top + 0.85)
         top = _panels(sheet, found, scale, top)
         return Picture(sheet.close(top), title, _words(found, title, labels))
@@ -114,9 +115,9 @@ def aligned(one: Trace, other: Trace, floor: float | tuple[Trace, Trace] | None 
     floor, read = _floor(floor, one, read)
     stop = min(max(one.num_tokens, other.num_tokens), read + AFTER_PART)
     drawn, other_drawn = (trace.select(tokens=slice(0, min(stop, trace.num_tokens))) for trace in (one, other))
-    values = np.full((drawn.num_tokens, *one.values.shape[1:]), np.nan)
+    values = np.full((drawn.num_tokens, *one.values.shape[1:]), np.nan, np.float32)
     both = slice(0, min(read, drawn.num_tokens))
-    values[both] = other.values[both].astype(np.float64) - one.values[both]
+    values[both] = other.values[both].astype(np.float32) - one.values[both]
     values[np.abs(values) <= floor] = 0
     return Difference(drawn, other_drawn, values, part, floor)
 
@@ -212,14 +213,17 @@ def _badges(one: Trace, other: Trace, labels: tuple[str, str]) -> list[str]:
     return [*(f"{label} {badge}" for label, badge in own if badge not in common), *common]
 
 
-def _explain(sheet: Sheet, top: float, labels: tuple[str, str], floor: float) -> None:
+def _explain(sheet: Sheet, top: float, labels: tuple[str, str], found: Difference) -> None:
     """Say beside the scale what its two sides, blank and hatched cells and the strip mean."""
     first, second = (cut(visible(label), 24) for label in labels)
-    blank = f"Blank: no difference above {floor:.2g}, which batch shape alone makes."
-    if not floor:
+    signs = f"+ more, − less in {second}: marked from half the scale on"
+    if not has_cells(found.one):
+        signs = f"Blue: more, orange: less in {second}"
+    blank = f"Blank: no difference above {found.floor:.2g}, which batch shape alone makes."
+    if not found.floor:
         blank = "Blank: no difference. No null pair was given, so what rounding alone makes shows too."
     lines = (
-        f"+ more, − less in {second}: marked from half the scale on. Hatched: not compared.",
+        f"{signs}. Hatched: not compared.",
         blank,
         f"Strip: who leads in {first} (above) and in {second} (below).",
     )
@@ -258,15 +262,16 @@ def _panels(sheet: Sheet, found: Difference, scale: Scale, top: float) -> float:
     width = (sheet.width_in - left - RIGHT_IN - gap * (columns - 1)) / columns
     hidden = len(found.one.adapters) - len(chosen)
     note = f" (the {len(chosen)} that differ most of {len(found.one.adapters)})" if hidden else ""
-    sheet.text(MARGIN_IN, top, f"Every site, one panel per adapter{note}", size=9.5, weight="bold")
+    values, size = pooled(found.values)
+    text = f"Every site, one panel per adapter{note}{pooling_note(size)}"
+    sheet.text(MARGIN_IN, top, text, size=9.5, weight="bold")
     for number, index in enumerate(chosen):
         row, column = divmod(number, columns)
         axes = sheet.axes(left + column * (width + gap), top + 0.48 + row * (PANEL_IN + 0.62), width, PANEL_IN)
-        heatmap(axes, found.values[:, :, index].T, site_extent(found.one), scale)
+        site_panel(axes, found.one, values[:, :, index], size, scale)
         name = visible(found.one.adapters[index])
-        size = "no values" if np.isnan(amount[index]) else f"mean |difference| {amount[index]:.2g}"
-        adapter_heading(axes, index, name, size)
-        site_axes(axes, found.one)
+        mean = "no values" if np.isnan(amount[index]) else f"mean |difference| {amount[index]:.2g}"
+        adapter_heading(axes, index, name, mean)
         if found.part is not None:
             axes.axvline(found.part - 0.5, color=LIGHT.above, lw=1.3)
     return top + 0.48 + (PANEL_IN + 0.62) * -(-len(chosen) // columns)

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from workbench.display.fonts import MONO
-from workbench.display.labels import layer_of, layer_runs, layer_ticks, runs, short, visible
+from workbench.display.labels import layer_of, layer_runs, layer_ticks, runs, short
 from workbench.display.marks import (
     COMPUTED,
     NO_SOURCE,
@@ -27,11 +27,12 @@ from workbench.display.marks import (
 from workbench.display.palette import LIGHT, adapter_colour, rgb
 from workbench.display.scales import SCALINGS, Scale
 from workbench.display.sheet import DPI, Sheet, heading, label, shortened, ticks
-from workbench.instrument.trace import Trace
+from workbench.instrument.trace import Trace, nan_mean
 
 LEFT_IN, RIGHT_IN = 1.35, 0.15
 LINE_TOKENS = 72  # as many token texts as stay legible side by side on one line
 MAX_LINES = 6
+MAX_COLUMNS = 4096  # of a heatmap: more than it has pixels
 MAX_ROWS = 24  # as many adapters as are told apart in the rows of a token line
 STRIP_IN = 0.26
 
@@ -39,7 +40,7 @@ STRIP_IN = 0.26
 def heatmap(axes: Axes, values: np.ndarray, extent: tuple[float, float, float, float], scale: Scale = SCALINGS) -> None:
     """Draw `values[down, across]` on a fixed scale, over a hatch that shows where a value is NaN."""
     hatched(axes)
-    drawn = np.ma.masked_invalid(values.astype(np.float64))
+    drawn = np.ma.masked_invalid(values.astype(np.float32) if values.dtype == np.float16 else values)
     if scale.is_log:
         # a logarithmic norm hides what is not above 0, as if it were missing; it is below the scale
         drawn = np.ma.where(drawn > 0, drawn, scale.low * 1e-3)
@@ -54,6 +55,11 @@ def line_spans(num_tokens: int) -> list[tuple[int, int]]:
     count = -(-num_tokens // LINE_TOKENS)
     size = -(-num_tokens // count)
     return [(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
+
+
+def has_cells(trace: Trace) -> bool:
+    """Whether a token line has room for each token's text, and for marks in its cells."""
+    return trace.num_tokens <= LINE_TOKENS * MAX_LINES
 
 
 def row_in(num_rows: int) -> float:
@@ -82,9 +88,10 @@ class TokenLines:
         self.draw_strip = draw_strip or strip
         # 0 lies below every logarithmic scale and is nothing odd
         below = [] if scale.is_log else [("v", values < scale.low)]
-        self.marks = [("^", values > scale.high), *below, *marks]
         self.spans = line_spans(trace.num_tokens)
-        self.is_labelled = trace.num_tokens <= LINE_TOKENS * MAX_LINES
+        self.is_labelled = has_cells(trace)
+        # in cells narrower than a mark, marks would be all there is to see
+        self.marks = [("^", values > scale.high), *below, *(marks if self.is_labelled else ())]
         self.strip_in = STRIP_IN if trace.has_scalings else 0.14
         self.row_in = row_in(len(self.rows))
 
@@ -186,11 +193,26 @@ def _part(axes: Axes, x: float, text: str, ha: str) -> None:
     axes.annotate(text, (x, 1), offset, xycoords=("data", "axes fraction"), textcoords="offset points", **style)
 
 
-def site_panel(axes: Axes, trace: Trace, adapter: int) -> None:
-    """Draw every site of one adapter over all tokens, with the sites grouped by layer."""
-    heatmap(axes, trace.values[:, :, adapter].T, site_extent(trace))
-    name = trace.adapters[adapter]
-    adapter_heading(axes, adapter, visible(name), percent(trace.share()[name]))
+def pooled(values: np.ndarray, most: int = MAX_COLUMNS) -> tuple[np.ndarray, int]:
+    """Return `[column, …]` values of at most `most` columns, and how many tokens one column is the mean of.
+
+    More columns than pixels would show only some of the tokens.
+    """
+    size = -(-len(values) // most)
+    if size <= 1:
+        return values, 1
+    blocks = [nan_mean(np.asarray(values[start : start + size]), 0) for start in range(0, len(values), size)]
+    return np.stack(blocks).astype(np.float32), size
+
+
+def pooling_note(size: int) -> str:
+    """Return what is added to a heading when a column stands for several tokens."""
+    return f"; a column is the mean of {size} tokens" if size > 1 else ""
+
+
+def site_panel(axes: Axes, trace: Trace, values: np.ndarray, size: int = 1, scale: Scale = SCALINGS) -> None:
+    """Draw `[column, site]` values of one adapter, the sites grouped by layer; a column holds `size` tokens."""
+    heatmap(axes, values.T, _extent(values, size), scale)
     site_axes(axes, trace)
 
 
@@ -203,23 +225,23 @@ def adapter_heading(axes: Axes, adapter: int, name: str, note: str) -> None:
     heading(axes, f"{shortened(name, max(6, room))}  {note}", 8.5, pad=4, x=left_in / room_in)
 
 
-def leader_panel(axes: Axes, trace: Trace) -> None:
-    """Draw at every site and token the adapter with the largest scaling, in its colour, stronger for a larger one."""
-    missing = np.isnan(trace.values).all(2).T  # [site, token]
-    filled = np.where(np.isnan(trace.values), -np.inf, trace.values)
+def leader_panel(axes: Axes, trace: Trace, values: np.ndarray, size: int = 1) -> None:
+    """Draw the adapter with the largest of `[column, site, adapter]` in its colour, stronger for a larger scaling."""
+    missing = np.isnan(values).all(2).T  # [site, column]
+    filled = np.where(np.isnan(values), -np.inf, values)
     leader, strength = filled.argmax(2).T, filled.max(2).T.clip(0, 1)[..., None]
-    colours = np.array([rgb(adapter_colour(i)) for i in range(len(trace.adapters))]) / 255
-    page = np.array(rgb(LIGHT.page)) / 255
+    colours = np.array([rgb(adapter_colour(i)) for i in range(values.shape[2])], np.float32) / 255
+    page = np.array(rgb(LIGHT.page), np.float32) / 255
     image = page + (colours[leader] - page) * (0.06 + 0.94 * strength)
     hatched(axes)
     image = np.concatenate([image, ~missing[..., None]], 2)
-    axes.imshow(image, aspect="auto", interpolation="nearest", extent=site_extent(trace))
+    axes.imshow(image, aspect="auto", interpolation="nearest", extent=_extent(values, size))
     site_axes(axes, trace)
 
 
-def site_extent(trace: Trace) -> tuple[float, float, float, float]:
-    """Return where the heatmap of all sites over all tokens lies: a cell is one wide, its middle at its index."""
-    return (-0.5, trace.num_tokens - 0.5, len(trace.sites) - 0.5, -0.5)
+def _extent(values: np.ndarray, size: int) -> tuple[float, float, float, float]:
+    """Return where the heatmap of all sites lies: a token is one wide, its middle at its index."""
+    return (-0.5, len(values) * size - 0.5, values.shape[1] - 0.5, -0.5)
 
 
 def site_axes(axes: Axes, trace: Trace) -> None:
@@ -232,6 +254,7 @@ def site_axes(axes: Axes, trace: Trace) -> None:
     axes.tick_params(axis="y", which="minor", length=2, width=0.4)
     axes.xaxis.set_major_locator(whole_numbers(10))
     label(axes, x="token", y="layer")
+    axes.set_xlim(-0.5, trace.num_tokens - 0.5)
     boundary(axes, trace, 0, trace.num_tokens)
 
 

@@ -66,6 +66,7 @@ def _grids(
     left, gap = 1.0, 1.0
     width = (sheet.width_in - left - RIGHT_IN - gap * (columns - 1)) / columns
     height = max(0.9, min(3.2, len(kinds.labels) * (0.26 if columns == 1 else 0.19)))
+    shares = trace.share()
     for number, index in enumerate(chosen):
         row, column = divmod(number, columns)
         axes = sheet.axes(left + column * (width + gap), top + row * (height + 0.75), width, height)
@@ -75,7 +76,7 @@ def _grids(
         group_axis(axes, layers)
         axes.tick_params(length=0, pad=2, labelcolor=LIGHT.ink)
         name = trace.adapters[index]
-        adapter_heading(axes, index, visible(name), percent(trace.share()[name]))
+        adapter_heading(axes, index, visible(name), percent(shares[name]))
         if len(chosen) == 1 and width / values.shape[1] > 0.2:
             _numbers(axes, values)
     return top + (height + 0.75) * -(-len(chosen) // columns) - 0.2

@@ -133,6 +133,8 @@ def scale_note(trace: Trace) -> str:
     above, below = int((trace.values > 1).sum()), int((trace.values < 0).sum())
     if above or below:
         note += f" Outside the scale and marked: {above} values above 1, {below} below 0."
+    if trace.metadata.get("rounding"):
+        note += f" Stored {trace.metadata['rounding']}."
     return note
 
 

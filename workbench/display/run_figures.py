@@ -99,10 +99,10 @@ def _summary(columns: dict[str, np.ndarray]) -> str:
     tokens = int(np.nansum(columns["tokens"]))
     rate = f"{tokens / span:.1f} tokens/s" if span > 0 else "in no time"
     adapted, scaling = (int(np.nansum(columns[name])) for name in ("adapted_rows", "scaling_rows"))
+    rows = f"{adapted + scaling} rows: {adapted} of adapted passes, {scaling} of scaling passes"
     return (
         f"{counted(len(columns['tokens']), 'step')} in {span:.2f} s ({seconds:.2f} s of them in forwards), "
-        f"{tokens} tokens generated ({rate}), {adapted + scaling} rows: {adapted} of adapted passes, {scaling} of scaling passes. "
-        f"Median step {_median(columns['duration_ms']):.1f} ms."
+        f"{tokens} tokens generated ({rate}), {rows}. Median step {_median(columns['duration_ms']):.1f} ms."
     )
 
 

@@ -157,20 +157,20 @@ def _panels(sheet: Sheet, trace: Trace, shares: Shares, top: float) -> float:
     columns = min(4, len(shares.shown)) if len(shares.groups.labels) <= 48 else min(2, len(shares.shown))
     gap = 0.5
     width = (sheet.width_in - LEFT_IN - RIGHT_IN - gap * (columns - 1)) / columns
+    whole = np.array(list(trace.share().values()))
     for number, index in enumerate(shares.shown):
         row, column = divmod(number, columns)
         axes = sheet.axes(LEFT_IN + column * (width + gap), top + row * (PANEL_IN + 0.78), width, PANEL_IN)
         profile(axes, shares, number)
         name = "all others together" if index == OTHERS_INDEX else visible(trace.adapters[index])
-        adapter_heading(axes, index, name, percent(_share(trace, shares.shown, index)))
+        adapter_heading(axes, index, name, percent(_share(whole, shares.shown, index)))
         if column == 0:
             label(axes, y="share")
     return top + (PANEL_IN + 0.78) * -(-len(shares.shown) // columns) - 0.15
 
 
-def _share(trace: Trace, shown: tuple[int, ...], index: int) -> float:
+def _share(values: np.ndarray, shown: tuple[int, ...], index: int) -> float:
     """Return an adapter's share of the whole trace, or that of those that are not shown by themselves."""
-    values = np.array(list(trace.share().values()))
     if index != OTHERS_INDEX:
         return float(values[index])
     others = np.delete(values, [one for one in shown if one != OTHERS_INDEX])

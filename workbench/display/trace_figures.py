@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from workbench.display import drawing
-from workbench.display.labels import TITLE, description
+from workbench.display.labels import TITLE, description, visible
 from workbench.display.leading import leading_adapters, row_names, with_others
 from workbench.display.legend import legend
 from workbench.display.picture import Picture
@@ -77,25 +77,32 @@ def _figure(trace: Trace, title: str | None, lines: bool, panels: tuple[int, ...
             means = trace.token_means()
             shown, means = with_others(means, nan_mean(means, 0), drawing.MAX_ROWS)
             top = drawing.TokenLines(trace, means, row_names(shown, trace.adapters)).draw(sheet, top)
-        if panels and len(trace.adapters) > 1:
-            sheet.text(0.2, top + 0.02, "Who leads at every site: stronger = larger scaling", size=9.5, weight="bold")
-            box = (PANELS_LEFT_IN, top + 0.27, sheet.width_in - PANELS_LEFT_IN - drawing.RIGHT_IN, LEADERS_IN)
-            drawing.leader_panel(sheet.axes(*box), trace)
-            top += LEADERS_IN + 0.82
-        top = _site_panels(sheet, trace, panels, top)
+        if panels:
+            top = _site_panels(sheet, trace, panels, top)
         return Picture(sheet.close(top + 0.05), title, description(trace, title))
 
 
 def _site_panels(sheet: Sheet, trace: Trace, panels: tuple[int, ...], top: float) -> float:
-    if not panels:
-        return top
+    """Draw who leads at every site, then the panels of these adapters."""
+    values, size = drawing.pooled(trace.values)
+    note = drawing.pooling_note(size)
+    if len(trace.adapters) > 1:
+        text = f"Who leads at every site: stronger = larger scaling{note}"
+        sheet.text(0.2, top + 0.02, text, size=9.5, weight="bold")
+        box = (PANELS_LEFT_IN, top + 0.27, sheet.width_in - PANELS_LEFT_IN - drawing.RIGHT_IN, LEADERS_IN)
+        drawing.leader_panel(sheet.axes(*box), trace, values, size)
+        top += LEADERS_IN + 0.82
     columns, gap = (1 if len(panels) == 1 else 2), 0.62
     width = (sheet.width_in - PANELS_LEFT_IN - drawing.RIGHT_IN - gap * (columns - 1)) / columns
     hidden = len(trace.adapters) - len(panels)
-    note = f" (the {len(panels)} with the largest share of {len(trace.adapters)})" if hidden else ""
-    sheet.text(0.2, top + 0.02, f"Every site, one panel per adapter{note}", size=9.5, weight="bold")
+    chosen = f" (the {len(panels)} with the largest share of {len(trace.adapters)})" if hidden else ""
+    sheet.text(0.2, top + 0.02, f"Every site, one panel per adapter{chosen}{note}", size=9.5, weight="bold")
+    shares = trace.share()
     for number, adapter in enumerate(panels):
         row, column = divmod(number, columns)
         place = (PANELS_LEFT_IN + column * (width + gap), top + 0.5 + row * (PANEL_IN + PANEL_GAP_IN))
-        drawing.site_panel(sheet.axes(*place, width, PANEL_IN), trace, adapter)
+        axes = sheet.axes(*place, width, PANEL_IN)
+        drawing.site_panel(axes, trace, values[:, :, adapter], size)
+        name = trace.adapters[adapter]
+        drawing.adapter_heading(axes, adapter, visible(name), drawing.percent(shares[name]))
     return top + (PANEL_IN + PANEL_GAP_IN) * -(-len(panels) // columns) + 0.33
