@@ -132,6 +132,15 @@ def test_nothing_from_the_null_pairs_divergence_on_is_attributed(null_at, settin
     assert ("not attributed" in found.says("b")) == (setting_at >= null_at)
 
 
+@pytest.mark.parametrize(("other", "said"), [("", "(token id"), (" same", "(' same', token id")])
+def test_tokens_that_look_alike_are_told_apart_by_their_ids(other, said):
+    trace = small_trace(tokens=("Alpha", " beta", other, "."))
+    ids = trace.token_ids.copy()
+    ids[2] += 1000
+    found = Comparison.of({"a": trace, "b": replace(trace, token_ids=ids)})
+    assert said in found.says("b") and str(ids[2]) in found.says("b") and str(trace.token_ids[2]) in found.says("b")
+
+
 def test_a_divergence_that_nothing_explains_says_so():
     tokens = list(range(8))
     first = trace_of(tokens, 1)

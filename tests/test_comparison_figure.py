@@ -226,3 +226,9 @@ def test_files_and_cells(picture, tmp_path):
 def test_the_scale_of_differences_is_one_of_a_few():
     assert [l1_scale(value).high for value in (0.0, 0.01, 0.011, 0.4, 1.9, 5)] == [0.01, 0.01, 0.03, 1.0, 2.0, 2.0]
     assert l1_scale(0.5).colour_of(0.0) != "#ffffff"
+
+
+def test_it_is_among_the_figures():
+    from workbench import figures
+
+    assert figures.compare is compare and "compare" in figures.__all__

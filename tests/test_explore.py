@@ -19,6 +19,7 @@ from workbench import explore
 from workbench.display import explore_answers, payload, slabs
 from workbench.display.explore_state import BUDGET_BYTES, DELTA_SCALE, quantities, state, survey
 from workbench.errors import UserError
+from workbench.instrument.comparison import Comparison
 from workbench.instrument.recorded import Recorded
 from workbench.instrument.run import open_run
 from workbench.instrument.run_writer import RunWriter
@@ -238,6 +239,8 @@ def test_what_cannot_be_explored_is_refused(tmp_path) -> None:
         explore({})
     with pytest.raises(UserError, match="no trace at"):
         explore(tmp_path / "nothing.safetensors")
+    with pytest.raises(UserError, match=r"is a comparison: show\(Comparison\.load"):
+        explore(Comparison.of({"a": small_trace(), "b": small_trace()}).save(tmp_path / "compared"))
     RunWriter(tmp_path / "empty", meta={}).close()
     with pytest.raises(UserError, match="the run 'empty' has no trace to explore"):
         explore(tmp_path / "empty")
@@ -338,6 +341,20 @@ def test_the_static_twin_is_this_view_in_one_file(tmp_path) -> None:
         assert view.save(tmp_path / f"view{suffix}").stat().st_size > 1000
     with pytest.raises(UserError, match=r"one of \.html, \.png, \.svg, \.pdf"):
         view.save(tmp_path / "view.gif")
+
+
+def test_without_a_front_end_the_view_is_a_report_in_words() -> None:
+    view = explore(small_trace(), title="\u202eevil")
+    data, _ = view._repr_mimebundle_()
+    assert view.labels["title"] == "‹U+202E›evil"
+    assert "adapter " in data["text/plain"] and " object at 0x" not in data["text/plain"]
+    assert "needs a kernel" in data["text/plain"] and "of 420 tokens" not in data["text/plain"]
+    trace = make_trace(1)
+    several = np.arange(420) % (trace.num_tokens - 1)
+    longer = {name: getattr(trace, name)[several] for name in ("values", "token_ids", "generated", "draft", "time_s")}
+    texts = tuple(trace.tokens[i] for i in several)
+    long = replace(trace, tokens=texts, positions=np.arange(420), source=np.arange(420), **longer)
+    assert "the first 400 of 420 tokens" in repr(explore(long))
 
 
 def test_odd_shapes_have_a_state() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from trace_problem import HOSTILE, small_trace
 
-from workbench.display import page, show
+from workbench.display import explore, page, show
 from workbench.errors import UserError
 from workbench.instrument.comparison import Comparison
 from workbench.instrument.recorded import Recorded
@@ -79,7 +79,7 @@ def test_a_run_is_shown_as_its_timeline_and_its_requests(folder, tmp_path) -> No
     shown = show(open_run(folder))
     html = shown.save(tmp_path / "run.html").read_text(encoding="utf-8")
     assert inert(html) and "2 requests, 1 with a trace" in html
-    cells = [re.sub(r"<[^>]+>", "", one) for one in re.findall(r"<td>(.*?)</td>", html)]
+    cells = [re.sub(r"<[^>]+>", "", one) for one in re.findall(r"<td[^>]*>(.*?)</td>", html)]
     assert cells[:9] == ["req-1", "yes", "demo", "2", "2", "0.1 s", "0.4 s", "5", "length"]
     assert cells[9] == "&lt;script&gt;alert(1)&lt;/script&gt;"
     assert cells[10:13] == ["req-2", "no", "german"] and cells[-2:] == ["error", "it failed"]
@@ -101,6 +101,14 @@ def test_a_comparison_is_shown_as_its_figure() -> None:
 def test_what_cannot_be_shown_is_a_sentence() -> None:
     with pytest.raises(UserError, match=r"takes a Trace .*, a Run .* or a Comparison .*, not list"):
         show([])
+
+
+def test_a_title_that_is_no_text_is_a_sentence(folder) -> None:
+    for what in (small_trace(), without_scalings(), open_run(folder)):
+        with pytest.raises(UserError, match="title must be text, not 5"):
+            show(what, title=5)
+    with pytest.raises(UserError, match="title must be text, not 5"):
+        explore(small_trace(), title=5)
 
 
 def test_every_view_can_be_joined_alone_and_with_the_others() -> None:

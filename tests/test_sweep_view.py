@@ -263,6 +263,14 @@ def test_panels_and_labels_of_any_text():
     assert any("<script>$x^2$" in title for title in titles) and picture.png
 
 
+def test_without_a_front_end_the_view_is_its_table_in_words():
+    view = sweep_view(grid())
+    said = view._repr_mimebundle_()[0]["text/plain"]
+    assert "mean tok_s by k" in said and said.count("\n") >= len(view.table())
+    assert all(f"{mean:.6f}"[:6] in said for mean in view.table()["mean"]) and "object at 0x" not in said
+    assert "no points" in repr(sweep_view(grid()[:0])) or "A sweep: 0 rows" in repr(sweep_view(grid()[:0]))
+
+
 def test_files(tmp_path):
     view = sweep_view(grid())
     for suffix in (".png", ".svg", ".pdf", ".html"):

@@ -9,6 +9,7 @@ from typing import Any
 
 from workbench.display.labels import short
 from workbench.errors import UserError, names, nearest
+from workbench.instrument.comparison_file import is_comparison
 from workbench.instrument.run import Run, open_run
 from workbench.instrument.trace import Trace
 
@@ -56,6 +57,9 @@ def source_of(what: Trace | Run | str | Path) -> Source:
     """
     if isinstance(what, str | Path):
         path = Path(what)
+        if is_comparison(path):
+            how = "show(Comparison.load(path)) draws it, explore(….trace(label)) one of its traces"
+            raise UserError(f"{path} is a comparison: {how}")
         what = open_run(path) if path.is_dir() else Trace.load(path, lazy=True)
     if isinstance(what, Trace):
         trace = what

@@ -136,7 +136,7 @@ def _labels(trace: Trace, title: str, quantity: Quantity, seen: Survey) -> dict[
     parts = {"all": np.full(trace.num_tokens, True), "prompt": ~trace.generated, "generated": trace.generated}
     shown = lru_cache(maxsize=4096)(visible)
     return {
-        "title": title,
+        "title": visible(title),
         "facts": [[name, visible(value)] for name, value in facts(trace)],
         "edits": [visible(str(edit)) for edit in np.atleast_1d(trace.metadata.get("edits") or [])],
         "shape": list(quantity.values.shape),

@@ -19,6 +19,7 @@ from workbench.display.explore_source import Source, source_of
 from workbench.display.explore_state import BUDGET_BYTES, SCALINGS, quantities, state
 from workbench.display.labels import TITLE
 from workbench.display.palette import themes
+from workbench.display.report import text_report
 from workbench.display.shown import Shown
 from workbench.errors import UserError, names, nearest
 from workbench.instrument.trace import Trace
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     import pandas
 
     from workbench.instrument.run import Run
+
+
+MOST_TOLD = 400  # tokens
 
 
 class Explore(anywidget.AnyWidget):
@@ -80,7 +84,8 @@ class Explore(anywidget.AnyWidget):
             if name not in SETTINGS:
                 hint = nearest(name, SETTINGS)
                 raise UserError(f"explore() has no setting {name!r}{hint}; it has {names(SETTINGS, 9)}")
-        self._sources, self._title, self._max_bytes, self._serial = source, title, max_bytes, 0
+        self._sources, self._title = source, page.heading(title, TITLE)
+        self._max_bytes, self._serial = max_bytes, 0
         self._is_from_page, self._is_switching = False, True
         request = source.require(settings.pop("request")) if "request" in settings else source.first()
         self._trace = source.load(request)
@@ -88,6 +93,13 @@ class Explore(anywidget.AnyWidget):
         super().__init__(themes=themes(), request=request, **loaded, **self._limits.completed(settings))
         self._is_switching = False
         self.on_msg(self._heard)
+
+    def __repr__(self) -> str:
+        # all that is left of the view in a notebook that was exported, or executed without a front end
+        total = self._trace.num_tokens
+        told = f"the first {MOST_TOLD} of {total} tokens; " if total > MOST_TOLD else ""
+        report = text_report(self._trace.select(tokens=slice(0, MOST_TOLD)), colour=False)
+        return f"{report}\n\n({told}the view itself needs a kernel: show(trace) and .save(path) make a picture)"
 
     @property
     def trace(self) -> Trace:
@@ -182,7 +194,7 @@ class Explore(anywidget.AnyWidget):
         found = quantities(self._trace)
         self._quantity = found[require_quantity(quantity, found)]
         self._limits = Settings(self._trace.num_tokens, self._quantity.sites, self._quantity.adapters, tuple(found))
-        self._heading = self._title or TITLE
+        self._heading = self._title
         self._serial += 1
         made = state(self._trace, self._heading, self._quantity, self._max_bytes, is_live=True)
         texts = [{"value": request, "text": text} for request, text in self._sources.texts.items()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
+from workbench.display.compare_figure import compare
 from workbench.display.difference_figure import difference
 from workbench.display.frontier_figure import frontier
 from workbench.display.grid_figure import depth_projection
@@ -27,6 +28,7 @@ __all__ = [
     "by_depth",
     "by_projection",
     "cache_hits",
+    "compare",
     "delta_norms",
     "depth_projection",
     "difference",

@@ -183,9 +183,10 @@ function liveStrip(label, point) {
 }
 
 function liveDrawStrip(canvas, box, story, theme, cursor, moves) {
-  const width = box.clientWidth, adapters = story?.voice.adapters.length ?? 0, row = adapters > 40 ? 3 : adapters > 12 ? 9 : 15;
+  const { paddingLeft, paddingRight } = getComputedStyle(box), width = box.clientWidth - parseFloat(paddingLeft) - parseFloat(paddingRight);
+  const adapters = story?.voice.adapters.length ?? 0, row = adapters > 40 ? 3 : adapters > 12 ? 9 : 15;
   const height = LIVE_TOP + Math.max(adapters, 1) * row + LIVE_FOOT, ratio = devicePixelRatio || 1;
-  if (!width) return null;
+  if (width <= 0) return null;
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(height * ratio);
   canvas.style.cssText = `width:${width}px;height:${height}px`;
@@ -194,6 +195,7 @@ function liveDrawStrip(canvas, box, story, theme, cursor, moves) {
   paper.font = "600 10.5px system-ui, sans-serif";
   paper.textBaseline = "middle";
   if (!story || !adapters) {
+    paper.font = "12.5px system-ui, sans-serif";
     paper.fillStyle = theme.muted;
     paper.fillText(story ? "no adapters, no scalings" : "The scalings of each token appear here.", 8, height / 2);
     return null;

@@ -15,7 +15,7 @@ from typing import Any
 
 from workbench.display.labels import visible
 from workbench.display.palette import DARK, LIGHT
-from workbench.errors import names, nearest
+from workbench.errors import UserError, names, nearest
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -25,6 +25,7 @@ PAGE = """<!doctype html>
 <title>{title}</title>
 <link rel="icon" href="data:,">
 <style>
+html {{ color-scheme: light dark; }}
 body {{ margin: 0 auto; max-width: 1440px; padding: 16px; background: {light}; }}
 @media (prefers-color-scheme: dark) {{ body {{ background: {dark}; }} }}
 @media (max-width: 500px) {{ body {{ padding: 8px; }} }}
@@ -113,6 +114,17 @@ def fragment(state: dict[str, Any], png: bytes, alt: str) -> str:
         module=module(view),
         host=host.replace("__STATE__", inlined),
     )
+
+
+def heading(title: str | None, usual: str) -> str:
+    """Return the title of a view, or the usual one.
+
+    Raises:
+        UserError: it is no text.
+    """
+    if title is not None and not isinstance(title, str):
+        raise UserError(f"title must be text, not {title!r}")
+    return title or usual
 
 
 def page(body: str, title: str) -> str:

@@ -142,8 +142,8 @@ function controls(view) {
   const { data } = view;
   const adapters = data.adapters.map((name, i) => ({ value: i, text: `${data.keys[i]} ${name}`, colour: data.colours[i] }));
   const kinds = [...new Set(data.rows.kinds)];
-  const bar = make("div", { class: "lw-controls" }, choice(view, "Sites show", "adapter", [{ value: LEADER, text: "who leads" }, ...adapters]));
-  if (kinds.length > 1) bar.append(choice(view, "of", "site_group", [{ value: "", text: "all sites" }, ...kinds.map((kind) => ({ value: kind, text: kind }))]));
+  const bar = make("div", { class: "lw-controls" }, choice(view, "Map", "adapter", [{ value: LEADER, text: "who leads" }, ...adapters]));
+  if (kinds.length > 1) bar.append(choice(view, "Sites", "site_group", [{ value: "", text: "all" }, ...kinds.map((kind) => ({ value: kind, text: kind }))]));
   const zoom = make("input", { type: "range", min: "0", max: "1", step: "0.01", value: "0", "aria-label": "Width of a token",
     oninput: (event) => { view.zoom = Number(event.target.value); view.drawNow(); view.reveal(); } });
   bar.append(make("label", { class: "lw-choice" }, "zoom ", zoom));

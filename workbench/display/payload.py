@@ -30,7 +30,7 @@ def state(trace: Trace, title: str) -> dict[str, Any]:
         outliers = outliers[:MAX_OUTLIERS]
     return {
         "view": "scalings",
-        "title": title,
+        "title": visible(title),
         "facts": facts(trace),
         "edits": [visible(str(edit)) for edit in np.atleast_1d(trace.metadata.get("edits") or [])],
         "note": scale_note(trace),

@@ -33,7 +33,7 @@ class Shown:
 
     def __init__(self, trace: Trace, title: str | None = None, made: Callable[[], dict[str, Any]] | None = None):
         self.trace = trace
-        self.title = title or TITLE
+        self.title = page.heading(title, TITLE)
         self._made = made or (lambda: state(trace, self.title))
 
     def __repr__(self) -> str:
@@ -81,8 +81,9 @@ def show(what: Trace | Run | Comparison, title: str | None = None) -> Shown | Pi
     A trace without scalings is shown as its text; a run as its timelines and the list of its requests.
 
     Raises:
-        UserError: it is none of them, or nothing was recorded that could be shown.
+        UserError: it is none of them, nothing was recorded that could be shown, or a title that is no text.
     """
+    title = page.heading(title, "") or None
     if isinstance(what, Trace):
         if what.has_scalings:
             return Shown(what, title)

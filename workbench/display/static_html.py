@@ -9,6 +9,7 @@ from workbench.display.labels import visible
 from workbench.display.page import source
 from workbench.display.palette import DARK, LIGHT, Theme
 
+SHORT = 24  # characters of a cell that is not broken into lines
 _NAMES = ("page", "ink", "muted", "line", "card", "focus", "missing", "above", "below")
 
 
@@ -42,7 +43,7 @@ def head(title: str, facts: Iterable[tuple[str, str]]) -> str:
 def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a table in a box that scrolls; what is None is a dash."""
     heads = "".join(f'<th scope="col">{safe(name)}</th>' for name in columns)
-    lines = "".join("<tr>" + "".join(f"<td><bdi>{_cell(one)}</bdi></td>" for one in row) + "</tr>\n" for row in rows)
+    lines = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>\n" for row in rows)
     return (
         f'<section><div class="lw-label">{safe(caption)} <span class="lw-plain-hint">(scrolls sideways →)</span></div>'
         f'<div class="lw-plain-scroll" tabindex="0" role="group" aria-label="{safe(caption)}">'
@@ -51,7 +52,9 @@ def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]
 
 
 def _cell(content: object) -> str:
-    return "–" if content is None or content != content else safe(content)
+    text = "–" if content is None or content != content else safe(content)
+    kept = ' class="lw-plain-short"' if len(text) <= SHORT else ""
+    return f"<td{kept}><bdi>{text}</bdi></td>"
 
 
 def _variables(theme: Theme) -> str:

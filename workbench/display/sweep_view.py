@@ -38,6 +38,7 @@ AUTO = "auto"
 THEMES = ("auto", "light", "dark")
 MOST_SERIES = 12  # drawn at first; the others are one tick away
 _COLOURS = 40
+MOST_TOLD = 40  # points
 # the traits a page is made from
 _STATE = (
     "view", "theme", "themes", "title", "notes", "columns", "num_rows", "codes", "numbers", "colours", "most_series",
@@ -88,6 +89,16 @@ class SweepView(anywidget.AnyWidget):
     @validate("filters")
     def _possible(self, proposal: Any) -> dict[str, list[str]]:
         return filters_of(self.points, proposal["value"])
+
+    def __repr__(self) -> str:
+        # all that is left of the view in a notebook that was exported, or executed without a front end
+        what = f"{self.title}: {self.num_rows} rows"
+        if not (self.x and self.y):
+            return "\n".join([what, *self.notes])
+        table = self.table()
+        told = [table.head(MOST_TOLD).to_string(index=False)]
+        told += [f"… {len(table) - MOST_TOLD} points more in .table()"] if len(table) > MOST_TOLD else []
+        return "\n".join([f"{what}; mean {self.y} by {self.x}", *told, *self.warnings()])
 
     def table(self) -> pandas.DataFrame:
         """Return what is drawn, one line per point: facet, series, x, mean, low, high, n, lost."""
@@ -169,7 +180,7 @@ def sweep_view(
         series = _default_series(found, chosen["x"], facet)
     return SweepView(
         found, **chosen, series=series or "", facet=facet or "", filters=filters_of(found, where or {}),
-        log_x=bool(log_x), log_y=bool(log_y), title=title or TITLE, theme=theme,
+        log_x=bool(log_x), log_y=bool(log_y), title=visible(page.heading(title, TITLE)), theme=theme,
     )
 
 

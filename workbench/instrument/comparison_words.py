@@ -69,12 +69,21 @@ def _text(comparison: Comparison, label: str) -> str:
         count = min(one.num_tokens, other.num_tokens)
         longer = "it ends earlier" if other.num_tokens < one.num_tokens else "it goes on"
         return f"the same text for {count} tokens, then {longer}"
-    said = f"another text from token {at} on ({other.tokens[at]!r} instead of {one.tokens[at]!r})"
+    said = f"another text from token {at} on ({_token(other, one, at)} instead of {_token(one, other, at)})"
     if not comparison.is_attributed(label):
         return f"{said}, which the null pair does by itself: not attributed"
     if comparison.floor is not None and not _is_explained(comparison, label, one, other):
         return f"{said}, with no difference of scalings above the floor before it: perhaps a near tie"
     return said
+
+
+def _token(trace: Trace, other: Trace, at: int) -> str:
+    """Return a token's text, with its id where the text does not tell it from the other trace's."""
+    text = trace.tokens[at]
+    if text and text != other.tokens[at]:
+        return repr(text)
+    number = f"token id {int(trace.token_ids[at])}"
+    return f"{text!r}, {number}" if text else number
 
 
 def _is_explained(comparison: Comparison, label: str, one: Trace, other: Trace) -> bool:

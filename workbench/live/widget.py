@@ -18,6 +18,7 @@ import anywidget
 from traitlets import Dict, List, TraitError, Unicode
 
 from workbench.display import page
+from workbench.display.labels import visible
 from workbench.display.palette import themes
 from workbench.errors import UserError, names, nearest
 
@@ -57,7 +58,7 @@ class Live(anywidget.AnyWidget):
         self._views: set[str] = set()
         self._is_over, self._done = False, threading.Event()
         facts = [["Base", str(engine.base_id)], ["Dtype", engine.config.dtype], ["Device", engine.device.type]]
-        super().__init__(view=view, title=title, theme=theme, themes=themes(), facts=facts, **traits)
+        super().__init__(view=view, title=visible(title), theme=theme, themes=themes(), facts=facts, **traits)
         self.on_msg(self._heard)
         _replace(self)
         self._cell_hook = _after_each_cell(self)
