@@ -16,6 +16,8 @@ from lab_server import Lab, serve
 from models import byte_tokenizer, save_base, tiny_model
 from trace_problem import small_trace
 
+from workbench.display.palette import DARK, LIGHT
+
 pytestmark = pytest.mark.browser
 pytest_plugins = ("browser_page",)
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
@@ -272,6 +274,15 @@ sides
     assert page.run(2)[0]["text"] == "['cancelled', 'cancelled']\n"
 
 
+# a canvas of its own, because Chromium complains of reading one that is drawn to
+CORNER = """(canvas) => {
+  const copy = document.createElement('canvas').getContext('2d');
+  copy.drawImage(canvas, 0, 0);
+  return '#' + [...copy.getImageData(2, 2, 1, 1).data].slice(0, 3).map((c) => c.toString(16).padStart(2, '0')).join('');
+}"""
+PAGES = {"Light": LIGHT.page, "Dark": DARK.page}
+
+
 def test_every_picture_stands_in_jupyterlabs_own_styles_light_and_dark(open_notebook) -> None:
     page = open_notebook(
         """
@@ -282,7 +293,10 @@ trace = recorder.trace(done.request_id)
 show(trace)
 """,
         "explore(trace)",
-        "compare(engine, 'Who?', mixture='mix', tgt_non_granular_index=[None, 1], max_tokens=40, ignore_eos=True)",
+        """
+both = compare(engine, "Who?", mixture="mix", tgt_non_granular_index=[None, 1], max_tokens=40, ignore_eos=True)
+show(both)
+""",
         "figures.by_depth(trace)",
         "figures.timeline(recorder.steps())",
         """
@@ -301,6 +315,8 @@ sweep_view(pd.DataFrame({"k": [1, 1, 2, 2, 4, 4], "nll": [3.0, 3.2, 2.5, 2.4, 2.
             page.keep(f"gallery-{index}-{scheme.lower()}", out)
             for view in out.locator(".lw[data-theme]").all():
                 assert view.get_attribute("data-theme") == scheme.lower()
+            for canvas in out.locator(":is(.lw-map, .lw-explore-map) canvas:first-child").all():
+                page.until(lambda canvas=canvas, scheme=scheme: canvas.evaluate(CORNER) == PAGES[scheme])
             assert out.locator(".lw-error").count() == 0
     page.theme("Light")
 

@@ -15,8 +15,12 @@ function exploreView(model, data, guard) {
   view.projection = model.get("projection") ?? "";
   view.layers = (model.get("layers") ?? []).join();
   view.scratch = make("canvas", { width: 1, height: 1 });
-  let frame = 0, later = 0;
+  let frame = 0, later = 0, again = 0, tries = 0;
   view.drawNow = () => guard(() => {
+    // Jupyter hides its page while it changes the theme, and shows it again before a ResizeObserver looks
+    tries = view.box.clientWidth ? 0 : tries + 1;
+    clearTimeout(again);
+    if (tries && tries < 10) again = setTimeout(view.draw, 200);
     drawExplore(view);
     // what is under a resting pointer has changed
     if (view.pointer && view.geometry) hoverExplore(view, placeOf(view, view.pointer));
@@ -30,7 +34,7 @@ function exploreView(model, data, guard) {
     if (view.mode === EVERY) return `${what}Every adapter, means ${view.filter.where === "at every site" ? "of each layer, the first on top" : `of each layer, ${view.filter.where}`}${panels && panels < view.filter.adapters.length ? ` (the ${panels} largest)` : ""}`;
     return index < 0 ? `${what}Who leads, ${view.filter.where} (stronger = larger value)` : `${what}${data.adapters[index]}, ${view.filter.where}`;
   };
-  view.leave = () => { cancelAnimationFrame(frame); clearTimeout(later); view.leaveReadout(); view.leaveSelection(); view.questions?.end(); view.stopTheme(); };
+  view.leave = () => { cancelAnimationFrame(frame); clearTimeout(later); clearTimeout(again); view.leaveReadout(); view.leaveSelection(); view.questions?.end(); view.stopTheme(); };
   return Object.assign(view, moves(view));
 }
 
@@ -245,7 +249,7 @@ function buildExplore(model, el, guard) {
   if (data.live) view.questions = questions(model, () => model.get("labels").serial, (isSilent) => { if (isSilent) silent.textContent = SILENT; else view.sayProblem(); });
   view.ask = view.questions?.ask;
   const box = exploreBox(view), scale = exploreScale(view), controls = make("div", { class: "lw-controls" });
-  view.renewControls = () => controls.replaceChildren(...exploreControls(view));
+  view.renewControls = () => keepingFocus(controls, () => controls.replaceChildren(...exploreControls(view)));
   view.renewControls();
   scale.querySelector(".lw-help p").id = view.help;
   const side = make("div", { class: "lw-side" }, exploreReadout(view), selectionPanel(view), adapterPanel(view));
@@ -305,7 +309,7 @@ function renderExplore({ model, el }) {
   let view = null;
   const sizes = new ResizeObserver(() => view?.draw());
   const leave = () => { sizes.disconnect(); view?.leave(); view = null; };
-  const rebuild = () => guard(() => { leave(); view = buildExplore(model, el, guard); sizes.observe(view.box); });
+  const rebuild = () => guard(() => keepingFocus(el, () => { leave(); view = buildExplore(model, el, guard); sizes.observe(view.box); }));
   const listeners = [...IS_LOADED.map((name) => [name, rebuild]), ...SETTINGS.map((name) => [name, () => guard(() => view && followSetting(view, name))])];
   for (const [name, call] of listeners) model.on(`change:${name}`, call);
   rebuild();
