@@ -170,7 +170,7 @@ def test_a_closed_recorder_keeps_no_engine_alive(shelf):
         (["scalings"], {"every": 2}, "'every' thins out what is measured, and 'scalings' is whole"),
         (["entropy"], {"sites": "*.q_proj"}, "'sites' is for 'scalings' and 'delta_norm'; 'entropy' is not of sites"),
         (["scalings"], {"sites": []}, r"sites=\[\] records nothing"),
-        (["scalings"], {"requests": 3}, "'requests' must be text or a list of texts, not 3"),
+        (["scalings"], {"requests": 3}, "'requests' must be text or a list of texts, not .3."),
         (["scalings"], {"memory_bytes": -1}, "'memory_bytes' must be a whole number of at least 0, not -1"),
     ],
 )
@@ -189,7 +189,9 @@ def test_a_request_that_never_ran_is_an_error_at_the_end_that_names_the_nearest(
         recorder.trace("req-2")
     with pytest.raises(ZeroDivisionError), engine.record(requests="nobody"):
         raise ZeroDivisionError
-    with engine.record(requests="late") as recorder:
+    handle = engine.submit("hello", mixture="mix", max_tokens=2)
+    with engine.record(requests=[handle, "late"]) as recorder:
+        handle.result()
         late = engine.enqueue("hello", request_id="late", mixture="mix", max_tokens=9, ignore_eos=True)
         engine.step()
         engine.step()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from workbench.adapters.entry import Entry
     from workbench.adapters.model import LoRAModel
     from workbench.engine.engine import Engine
+    from workbench.engine.handle import Handle
 
 
 class Recording:
@@ -132,8 +133,9 @@ class Observing:
     recording: Recording
 
     def record(
-        self, *what: str, requests: str | Sequence[str] | None = None, sites: str | Sequence[str] | None = None,
-        every: int = 1, memory_bytes: int = 1 << 28, run: str | Path | None = None,
+        self, *what: str, requests: str | Handle | Sequence[str | Handle] | None = None,
+        sites: str | Sequence[str] | None = None, every: int = 1, memory_bytes: int = 1 << 28,
+        run: str | Path | None = None,
     ) -> Recorder:
         """Record requests and steps while the returned context is open; tokens and logits are the same, bit for bit.
 
@@ -146,7 +148,7 @@ class Observing:
                 "delta_norm" (‖w·BAx‖ / ‖Wx‖ at each site for each adapter, the bias left out), "hidden_norm" (after
                 each layer, and after the final norm), "entropy" (of the next token, nats), and "cache" and
                 "throughput", which both record the table of steps.
-            requests: ids to record; one that never runs is an error at the end.
+            requests: ids or handles to record; one that never runs is an error at the end.
             sites: patterns such as "*.q_proj": of these sites only, scalings too.
             every: measure positions that it divides; scalings are whole in any case.
             memory_bytes: beyond it, buffers and finished traces go to a temporary folder.

@@ -47,22 +47,23 @@ class Ran:
     unmeasured: tuple[str, ...] = ()
 
 
-def require_traceable(request: Request, ran: Ran, wanted: Wanted) -> None:
+def require_traceable(request: Request, ran: Ran, wanted: Wanted, extras: Mapping[str, Recorded]) -> None:
     """Raise unless something was recorded of a request's tokens; the UserError says what is lacking."""
-    if wanted.measures or (request.tokens and _has_scalings(ran, wanted)):
+    if extras or _has_scalings(ran, wanted):
         return
     if not wanted.has_values:
         raise UserError(
             f"request {request.id!r} has no trace: only {names(wanted.kinds)} was recorded, which is of steps; "
             "record 'scalings' too"
         )
-    what = "ran the base model alone: it has no scalings to trace; name an adapter or a mixture, or record 'entropy'"
-    if request.adapter is not None or request.merged is not None or request.mixture is not None:
-        why = f" ({request.error})" if request.error else ""
-        what = f"has no trace: it ended before any of its rows was recorded{why}"
-        if ran.adapters:
-            what = f"has no scalings to trace: none of its sites matches {names(wanted.patterns or ())}"
-    raise UserError(f"request {request.id!r} {what}")
+    is_base = request.adapter is None and request.merged is None and request.mixture is None
+    why = f" ({request.error})" if request.error else ""
+    reason = f"has no trace: it ended before any of its rows was recorded{why}"
+    if is_base and not wanted.measures:
+        reason = "ran the base model alone: it has no scalings to trace; name a mixture, or record 'entropy'"
+    elif ran.adapters and not wanted.measures:
+        reason = f"has no scalings to trace: none of its sites matches {names(wanted.patterns or ())}"
+    raise UserError(f"request {request.id!r} {reason}")
 
 
 def trace_of(

@@ -128,7 +128,7 @@ class Watcher:
         row = request_row(request, self.recorder.began_s, prompt)
         self.recorder.add_request({**row, "request_id": name})
         try:
-            require_traceable(request, ran, self._wanted)
+            require_traceable(request, ran, self._wanted, extras)
         except UserError as error:
             self.recorder.add_untraced(name, str(error))
             return

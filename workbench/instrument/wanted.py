@@ -49,7 +49,7 @@ class Wanted:
 
         Args:
             what: kinds; none is "scalings".
-            requests: id or ids.
+            requests: id or ids, or handles.
             sites: pattern or patterns.
             every: a whole number of at least 1.
             most_top: the size of the vocabulary.
@@ -67,7 +67,7 @@ class Wanted:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise UserError(f"record: 'every' must be a whole number of at least 1, not {every!r}")
         kinds = tuple(kind for kind in KINDS if kind in found)
-        made = cls(kinds, top, _texts("requests", requests), _texts("sites", sites), every)
+        made = cls(kinds, top, _texts("requests", _ids(requests)), _texts("sites", sites), every)
         if every > 1 and not made.measures:
             raise UserError(f"record: 'every' thins out what is measured, and {names(kinds)} is whole in any case")
         if made.patterns and not {"scalings", "delta_norm"} & set(kinds):
@@ -120,6 +120,11 @@ def _parsed(kind: Any, most_top: int | None) -> tuple[str, int]:
     if kind not in KINDS:
         raise UserError(f"cannot record {kind!r}{nearest(kind, KINDS)}; choose from {names(list(KINDS))}")
     return kind, min(TOP, most_top or TOP) if kind == "logits:top" else 0
+
+
+def _ids(given: Any) -> Any:
+    each = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    return None if given is None else [getattr(one, "id", one) for one in each]
 
 
 def _texts(field: str, given: Any) -> tuple[str, ...] | None:
