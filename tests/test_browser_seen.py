@@ -13,7 +13,7 @@ from live_page import long_engine, long_shelf  # noqa: F401  fixtures
 from test_run import STEP, named
 from trace_problem import small_trace
 
-from workbench import RunWriter, console, explore, open_run, show
+from workbench import Comparison, RunWriter, console, explore, open_run, show
 from workbench.display.palette import contrast
 
 pytest_plugins = ("browser_page",)
@@ -81,6 +81,31 @@ def test_a_full_share_does_not_touch_its_neighbour(open_page, tmp_path) -> None:
     cells = page.locator(".lw-adapters tbody tr td:not(.lw-bar-cell)")
     spare = "nodes => nodes.map((node) => node.scrollWidth <= node.clientWidth)"
     assert cells.all_inner_texts() == ["100 %"] * 3 and cells.evaluate_all(spare) == [True] * 3
+
+
+def test_the_headings_of_a_comparison_begin_with_its_title(open_page, tmp_path) -> None:
+    shown = show(Comparison.of({"a": small_trace(), "b": small_trace()}), title="<b>Two")
+    page = open_page(shown.save(tmp_path / "compared.html"), ready=".lw-cmp")
+    levels = "nodes => nodes.map((node) => [node.ariaLevel, node.textContent])"
+    headings = page.locator("[role=heading]").evaluate_all(levels)
+    assert headings[0] == ["2", "<b>Two"] and {level for level, _ in headings[1:]} == {"3"}
+
+
+def test_a_control_keeps_the_focus_when_the_controls_are_made_anew(open_widget, tmp_path) -> None:
+    with RunWriter(tmp_path / "run") as writer:
+        for name in ("req-1", "req-2"):
+            writer.trace(named(name, small_trace()))
+    view = explore(open_run(tmp_path / "run"))
+    page, _ = open_widget(view)
+    focused = "() => [document.activeElement.tagName, document.activeElement.closest('label')?.firstChild.textContent]"
+    page.get_by_label("Request").focus()
+    page.keyboard.press("ArrowDown")
+    page.wait_for_function("document.querySelector('.lw-explore').lwView.model.get('request') === 'req-2'")
+    page.wait_for_function("document.querySelector('.lw-facts').textContent.includes('req-2')")
+    assert page.evaluate(focused) == ["SELECT", "Request "] and view.request == "req-2"
+    view.projection = "v_proj"
+    page.wait_for_function("document.querySelector('.lw-explore').lwView.projection === 'v_proj'")
+    assert page.evaluate(focused) == ["SELECT", "Request "]
 
 
 def test_a_console_at_rest_says_what_will_be_where_and_its_strip_ends_in_its_box(open_widget, long_engine) -> None:  # noqa: F811

@@ -66,6 +66,15 @@ function bytesOf(model, name) {
   return new Uint8Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
 }
 
+// redo() makes controls of `root` anew: the one that had the focus, known by its words, has it again
+function keepingFocus(root, redo) {
+  const words = (node) => `${node.tagName} ${node.getAttribute("aria-label") ?? node.closest("label")?.textContent ?? node.textContent}`;
+  const held = root.contains(document.activeElement) ? words(document.activeElement) : null;
+  redo();
+  if (held === null || root.contains(document.activeElement)) return;
+  [...root.querySelectorAll("input, select, button, summary, [tabindex]")].find((node) => words(node) === held)?.focus({ preventScroll: true });
+}
+
 // an error is shown in the cell, once, below whatever was drawn before
 function showError(el, error) {
   const said = `This view could not be drawn (${error.message ?? error}). The values are still there in Python; a figure can be saved as PNG.`;

@@ -38,7 +38,7 @@ class ComparedPicture(Picture):
     def _html(self, png: bytes) -> str:
         from workbench.display.compare_page import tables
 
-        return super()._html(png) + tables(self.comparison)
+        return super()._html(png) + tables(self.comparison, self.title)
 
 
 def compare(comparison: Comparison, title: str | None = None) -> ComparedPicture:

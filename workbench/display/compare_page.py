@@ -19,11 +19,12 @@ MOST_TOKENS = 2000  # of a text, and in the table; longer ones are read from to_
 MOST_SHARES = 12
 
 
-def tables(comparison: Comparison) -> str:
-    """Return the HTML that goes below the figure."""
+def tables(comparison: Comparison, title: str) -> str:
+    """Return the HTML that goes below the figure; the title is seen in the figure, and heard here."""
     lanes = lanes_of(comparison)
     parts = [
         '<div class="lw-host"><div class="lw lw-cmp">',
+        f'<div class="lw-sr" role="heading" aria-level="2">{_safe(title)}</div>',
         _summary(comparison, lanes),
         _texts(comparison, lanes),
         _token_table(comparison, lanes),
@@ -124,14 +125,14 @@ def _texts(comparison: Comparison, lanes: list[Lane]) -> str:
         '<b class="lw-cmp-parts">≠</b> where a text parts from the first one’s.</p>'
     )
     columns = "".join(
-        f'<section aria-label="Text of {_safe(lane.label)}"><div class="lw-label" role="heading" aria-level="4"><bdi>'
+        f'<section aria-label="Text of {_safe(lane.label)}"><div class="lw-label" role="heading" aria-level="3"><bdi>'
         f'{_safe(lane.label)}</bdi></div><div class="lw-cmp-text">{_tokens(lane, prompt, lane.trace.num_tokens)}</div>'
         "</section>"
         for lane in lanes
     )
     shared = f'<div class="lw-cmp-text">{_tokens(lanes[0], 0, prompt, shared=True)}</div>'
     return (
-        f'{marks}<section aria-label="The prompt"><div class="lw-label" role="heading" aria-level="4">The prompt, as '
+        f'{marks}<section aria-label="The prompt"><div class="lw-label" role="heading" aria-level="3">The prompt, as '
         f"<bdi>{_safe(lanes[0].label)}</bdi> reads it</div>{shared}</section>"
         f'<div class="lw-cmp-texts">{columns}</div>'
     )
