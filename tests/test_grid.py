@@ -6,6 +6,7 @@ Run: pytest tests/test_grid.py
 from __future__ import annotations
 
 import json
+from datetime import date
 
 import pytest
 from hypothesis import given
@@ -51,14 +52,27 @@ def test_a_file_says_its_points(grid):
         "non_granular(4)"
     ] * 2
     assert grid.points[2].prompt_tokens == (8, 64) and grid.points[1].tokens == 8
-    assert grid.varied == ("mode", "mixture", "policy", "prompt_tokens")
+    # only xlora has a mixture, and always the same: the mode says it
+    assert grid.varied == ("mode", "policy", "prompt_tokens")
     assert grid.baseline_points() == grid.points[:1]
-    assert grid.label(grid.points[2]) == "mode=xlora mixture=demo policy=exact prompt_tokens=[8, 64]"
+    assert grid.label(grid.points[2]) == "mode=xlora policy=exact prompt_tokens=[8, 64]"
+
+
+def test_labels_tell_points_apart_and_say_no_more():
+    grid = Grid.of({"block": [{"fixed": {"mode": "base"}}, {"fixed": {"slo_ttft_ms": 9}}, {"fixed": {"mode": "lora"}}]})
+    labels = [grid.label(point) for point in grid.points]
+    assert labels == ["mode=base", "mode=base slo_ttft_ms=9", "mode=lora"]
 
 
 def test_axes_alone_and_nothing_at_all():
     assert len(Grid.of({"axes": {"mode": ["base"], "seed": [0, 1]}}).points) == 2
     assert Grid.of({}).points == (PointSettings.of({}, ""),)
+
+
+def test_a_mixture_of_ones_own_brings_its_base():
+    assert of(mode="xlora").base == of().base == "demo" and of(mode="xlora", mixture="synthetic").base == "demo"
+    assert of(mode="xlora", mixture="./mine").base is None and "base" not in of(mode="xlora", mixture="./mine").engine
+    assert of(mode="xlora", mixture="./mine", base="./b").engine["base"] == "./b"
 
 
 def test_an_id_is_the_content_however_it_was_written():
@@ -94,6 +108,10 @@ def test_every_other_round_runs_backwards():
 def test_only_and_limit_choose_points(grid):
     assert [point.policy for point in grid.only("policy=exact,prompt_tokens=8")] == ["exact"]
     assert grid.only(grid.points[3].id[:8]) == (grid.points[3],)
+    # commas inside a value, spaces, and TOML's way to write it
+    assert len(grid.only("prompt_tokens=[8, 64], policy=non_granular(4)")) == 1
+    assert len(grid.only("prompt_tokens=[8,64]")) == 3 and len(grid.only("drafting=true")) == 7
+    assert grid.only("policy=none") == grid.points[:1]
     units = wanted_units(grid, only=["mode=base", "policy=exact"], limit=2)
     assert {unit.point for unit in units} == set(grid.points[:2]) and len(units) == 2 * grid.repeats
     with pytest.raises(UserError, match="did you mean 'policy'"):
@@ -117,7 +135,9 @@ def test_only_and_limit_choose_points(grid):
         ({"block": {"fixed": {}}}, r"\[\[block\]\]"),
         ({"block": [{"fixd": {}}]}, "did you mean 'fixed'"),
         ({"repeats": 0}, "at least 1"),
-        ({"name": "../x"}, "names a folder"),
+        ({"name": "../x"}, "names a folder"), ({"name": ".."}, "names a folder"), ({"name": ""}, "names a folder"),
+        ({"axes": {"trace": [3]}}, "'trace' is 3, expected a text"), ({"fixed": {"mode": ["base"]}}, "expected a text"),
+        ({"axes": {"seed": [date(2026, 1, 1)]}}, "expected a whole number"),
         ({"baseline": {"mode": "lora"}}, "no point fits the baseline"),
         ({"question": 3}, "expected a sentence"),
     ],
@@ -150,6 +170,9 @@ def test_a_mistake_in_a_grid_is_named(data, said):
         ({"task": "fidelity", "mode": "xlora", "concurrency": 4}, "'concurrency' would be ignored"),
         ({"task": "fidelity", "mode": "xlora", "prefix_tokens": 128}, "a passage has 128"),
         ({"tokens": 1}, "at least 2"), ({"tokens": [9, 3]}, "or \\[low, high\\]"), ({"rank": []}, "a list of them"),
+        ({"mode": "merged", "adapters": 4, "slots": 2}, "runs all adapters at once, more than 2 slots"),
+        ({"mode": "xlora", "mixture": "synthetic", "rank": [4, 8]}, "have one rank"),
+        ({"folder": "/"}, "unknown setting 'folder'"),
         ({"mode": "lora", "adapters": 2, "slots": 4}, "slots beyond them stay empty"),
         ({"dtype": "fp32"}, "dtype"), ({"drafting": 1}, "true or false"), ({"seed": True}, "whole number"),
         ({"rate": float("nan"), "arrivals": "poisson"}, "above 0"), ({"base": " "}, "expected a text"),

@@ -22,7 +22,7 @@ import itertools
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Grid:
         question: what it is to answer, in a sentence.
         points: in the order of the file.
         repeats: how often each is measured.
-        varied: settings in which points differ.
+        varied: settings in which points differ, but for those that follow from others (only "lora" has a rank).
         baseline: settings that name the point others are compared with; empty for none.
         path: the file, None for a grid made in memory.
     """
@@ -81,8 +81,9 @@ class Grid:
         where = f"grid {str(path or data.get('name', name))!r}"
         _require_keys(data, _KEYS, where)
         name = data.get("name", name)
-        if not isinstance(name, str) or not name or not all(char.isalnum() or char in "-_." for char in name):
-            raise UserError(f"{where}: 'name' names a folder: letters, digits, '-', '_' and '.', not {name!r}")
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
+            raise UserError(f"{where}: 'name' names a folder: letters, digits, '-', '_' and '.', a letter or digit "
+                            f"first, not {name!r}")
         repeats = data.get("repeats", 3)
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise UserError(f"{where}: 'repeats' is {repeats!r}, expected a whole number of at least 1")
@@ -91,7 +92,7 @@ class Grid:
             raise UserError(f"{where}: 'question' is {question!r}, expected a sentence")
         found = [point for block in _blocks(data, where) for point in _product(*block, path, where)]
         points = tuple(dict.fromkeys(found))
-        varied = tuple(key for key in SETTINGS if len({getattr(point, key) for point in points}) > 1)
+        varied = _varied(points)
         baseline = data.get("baseline", {})
         if not isinstance(baseline, Mapping):
             raise UserError(f"{where}: 'baseline' is {baseline!r}, expected settings such as {{ mode = 'base' }}")
@@ -144,6 +145,18 @@ class Grid:
         """Hash of its points' ids and repeats."""
         text = json.dumps([sorted(point.id for point in self.points), self.repeats])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _varied(points: Sequence[PointSettings]) -> tuple[str, ...]:
+    """Return the settings that tell points apart; one that a point has or has not goes where others do as well."""
+    values = {key: {getattr(point, key) for point in points} for key in SETTINGS}
+    kept = [key for key in SETTINGS if len(values[key]) > 1]
+    for key in list(kept):
+        others = [other for other in kept if other != key]
+        told = {tuple(getattr(point, other) for other in others) for point in points}
+        if len(values[key] - {None}) == 1 and len(told) == len(points):
+            kept = others
+    return tuple(kept)
 
 
 def _blocks(data: Mapping[str, Any], where: str) -> list[tuple[dict[str, Any], dict[str, list]]]:

@@ -146,16 +146,23 @@ def caveats(grid: Grid, frame: pd.DataFrame, foreign: int = 0) -> list[str]:
     if foreign:
         found.append(f"{foreign} points of the table are not in this grid any more, and not in this report")
     for error, count in failed["error"].value_counts().items():
-        found.append(f"{count} units failed: {error}")
+        found.append(f"{_counted(count, 'unit')} failed: {error}")
     finished = set(done["point"])
     missing = [point for point in grid.points if point.id not in finished]
     if missing:
         more = ", …" if len(missing) > 4 else ""
-        found.append(f"{len(missing)} points have no result: {'; '.join(grid.label(p) for p in missing[:4])}{more}")
+        has = "has" if len(missing) == 1 else "have"
+        found.append(f"{_counted(len(missing), 'point')} {has} no result: "
+                     f"{'; '.join(grid.label(point) for point in missing[:4])}{more}")
     repeats = done.groupby("point")["repeat"].nunique()
     if repeats.min() < _FEW:
-        found.append(f"{repeats.min()} to {repeats.max()} repeats: an interval of times is no wider than the repeats")
+        several = f"{repeats.min()} to " if repeats.min() < repeats.max() else ""
+        found.append(f"{several}{_counted(repeats.max(), 'repeat')}: an interval of times is no wider than the repeats")
     return [*found, *_of_machines(done)] or ["nothing in particular"]
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("s" if count != 1 else "")
 
 
 def _of_machines(done: pd.DataFrame) -> list[str]:
