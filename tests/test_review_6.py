@@ -205,3 +205,21 @@ def test_an_interrupt_while_edits_open_leaves_none_open(engine, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         engine.edit(ablate("law"))
     assert not engine.editing._open
+
+
+@pytest.mark.parametrize("who", [{}, {"adapter": "law"}, {"mixture": "mix"}], ids=str)
+def test_blocks_a_request_made_and_found_again_are_no_savings(shelf, who):
+    """Preempted, it finds its own blocks in the cache: it computed them, so nothing calls them found."""
+    engine = engine_on(shelf, max_rows_per_step=16)
+    with engine.record("scalings", "hidden_norm") as recorder:
+        request = engine.enqueue(random_ids(40, 8), max_tokens=12, ignore_eos=True, request_id="r", **who)
+        while request.finish_reason is None:
+            engine.step()
+            if len(request.generated) in (1, 9) and request.num_preemptions < 2 and request.finish_reason is None:
+                engine.scheduler.preempt(request)
+    assert request.num_preemptions == 2
+    trace = recorder.trace("r")
+    assert trace.metadata["cached_tokens"] == recorder.requests().cached_tokens[0] == 0
+    assert "unmeasured" not in trace.metadata and not trace.extra("hidden_norm").is_missing[:-1].any()
+    again = engine.generate(random_ids(40, 8), max_tokens=2, ignore_eos=True, **who)
+    assert again.cached_tokens == 32 and engine.counters()["cached_prompt_tokens"] == 32

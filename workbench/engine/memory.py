@@ -73,11 +73,13 @@ class Memory:
         if request.needs_scaling_rows:
             request.streams[SCALING] = PagedStream(self.pool, self._producer(request, SCALING))
         # the scaling stream first: an adapted token counts as found only if its scalings are known
-        request.cached = {kind: self._look_up(request, kind, limit) for kind in reversed(request.streams)}
+        found = {kind: self._look_up(request, kind, limit) for kind in reversed(request.streams)}
+        # what it made itself and finds again, after a preemption, was not saved
+        request.cached |= {kind: count for kind, count in found.items() if kind not in request.ran}
         if not request.num_preemptions:
             self.counts["prompt_tokens"] += len(request.prompt_ids)
-            self.counts["cached_prompt_tokens"] += request.cached[ADAPTED]
-            self.counts["cached_scaling_tokens"] += request.cached.get(SCALING, 0)
+            self.counts["cached_prompt_tokens"] += found[ADAPTED]
+            self.counts["cached_scaling_tokens"] += found.get(SCALING, 0)
 
     def reserve(self, plan: SpanPlan) -> bool:
         """Make sure of blocks for a plan's rows; False, with nothing changed, when there are too few."""

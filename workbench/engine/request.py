@@ -64,7 +64,8 @@ class Request:
         draft: the likely next token, once its scaling row's predecessor has run.
         drafts: per generated token: 1 accepted draft, 0 rejected, -1 not drafted.
         streams: its KV, by kind, while it runs.
-        cached: per kind, tokens whose KV was found instead of computed, when it was last admitted.
+        cached: per kind, tokens whose KV was found instead of computed, before any of its rows ran.
+        ran: the kinds of which a row has run.
         scalings: float32 `[position, site, adapter]` on the host, by scaling row; the first `num_scaled` are valid.
         sources: per adapted row, the position whose scalings it used.
         edited: position -> float32 `[site, adapter]` that its row uses instead, once an edit has changed it.
@@ -115,6 +116,7 @@ class Request:
     drafts: list[int] = field(default_factory=list)
     streams: dict[str, PagedStream] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
+    ran: set[str] = field(default_factory=set)
     scalings: Tensor | None = None
     num_scaled: int = 0
     sources: list[int] = field(default_factory=list)
@@ -283,6 +285,7 @@ class Request:
         stop = plan.stop - plan.drafted
         self.num_scaled = max(self.num_scaled, stop)
         self.streams[SCALING].commit(stop)
+        self.ran.add(SCALING)
         if plan.drafted:
             self.draft_ran, self._draft_after = True, draft
         else:
@@ -300,6 +303,7 @@ class Request:
             self.finish("error", failed)
             return
         self.streams[ADAPTED].commit(plan.stop)
+        self.ran.add(ADAPTED)
         if self.mixture is not None:
             self.sources += [self.source(p) for p in range(len(self.sources), plan.stop)]
         for position, answer in enumerate(answers, plan.stop - len(answers)):
