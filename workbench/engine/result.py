@@ -46,7 +46,7 @@ class Completion:
         text: generated text, special tokens and stop strings left out.
         token_ids: generated tokens.
         logprobs: the model's log-probability of each (natural log, before penalties and temperature).
-        finish_reason: "stop", "length", "cancelled" or "error".
+        finish_reason: "stop", "length", "cancelled", "deadline" or "error".
         usage: counts and rates.
         scalings_computed: inputs that used their own scalings; 0 without a mixture.
         scalings_reused: inputs that used another position's.
