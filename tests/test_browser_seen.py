@@ -116,6 +116,12 @@ def test_a_console_at_rest_says_what_will_be_where_and_its_strip_ends_in_its_box
     assert "appears here" in page.locator("[data-lw-text]").evaluate(empty)
     right = "node => node.getBoundingClientRect().right"
     assert page.locator("[data-lw-strip] canvas").evaluate(right) <= page.locator("[data-lw-strip]").evaluate(right) - 4
+    # a fader is a slider, which says its value itself
+    assert page.locator("output").evaluate_all("nodes => nodes.map((node) => node.ariaLive)") == ["off", "off"]
+    page.emulate_media(forced_colors="active")
+    colour = "node => getComputedStyle(node).color"
+    stop, run = (page.locator(f"[data-lw-{name}]").evaluate(colour) for name in ("stop", "run"))
+    assert stop != run
     widget.run()
     widget.wait(30)
     page.wait_for_selector("[data-lw-state=ended]")

@@ -94,7 +94,7 @@ function consoleForm(view) {
 // one adapter's channel: name, level of the token that is looked at, fader, and a button that puts it to rest
 function consoleChannel(view, i) {
   const { voice, mode } = view.desk, name = voice.adapters[i], [low, high] = view.desk.ranges[mode];
-  const value = make("output", { class: "lw-fader-value" }), number = make("span", { class: "lw-level-number", "data-lw-level": i }, "–");
+  const value = make("output", { class: "lw-fader-value", "aria-live": "off" }), number = make("span", { class: "lw-level-number", "data-lw-level": i }, "–");
   const fill = make("span", { class: "lw-level-fill", style: `background:${voice.colours[i]}` });
   const slider = make("input", { type: "range", min: low, max: high, step: mode === "bias" ? "0.1" : "0.01", "data-lw-fader": i,
     "aria-label": `${voice.keys[i]} ${name}, ${mode}`, disabled: view.desk.why !== "" });

@@ -1,7 +1,7 @@
 // View "explore", second part: the map. One image of one pixel per cell is made of the visible columns only, from a slab
 // whose columns are about a pixel wide, and is scaled to its place: a frame costs what fits on the screen.
 
-const AXIS_FONT = "11px system-ui, sans-serif", MAX_CELL = 40, MAX_PANELS = 16;
+const MAX_CELL = 40, MAX_PANELS = 16;
 const STEPS_OF_AXIS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000];
 const EVERY = "every adapter";
 
