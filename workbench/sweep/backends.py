@@ -154,7 +154,7 @@ class RayCluster:
                 try:
                     answer = ray.get(reference)
                 except ray.exceptions.RayTaskError as error:
-                    raise error.cause if isinstance(error.cause, UserError) else error from None
+                    raise _of_worker(error) from None
                 except ray.exceptions.RayError:  # the worker, or its whole machine, died
                     tried[unit.name] += 1
                     if tried[unit.name] < TRIES:
@@ -175,6 +175,15 @@ class RayCluster:
             if wants[kind] > has.get(kind, 0):
                 raise UserError(f"a point asks for {option} {wants[kind]:g}, but the cluster has {has.get(kind, 0):g}")
         return max(1, int(min(has[kind] / wants[kind] for kind in wants if wants[kind])))
+
+
+def _of_worker(error: Any) -> UserError:
+    """Return what went wrong in a worker outside of its point, as a user may read it."""
+    if isinstance(error.cause, UserError):
+        return error.cause
+    last = str(error).strip().splitlines()[-1]
+    return UserError(f"a worker could not run its point: {last}; every machine of the cluster needs the same workbench "
+                     "and the same files")
 
 
 def work(store: Store, unit: Unit, threads: int | None, workers: int) -> Answer:
