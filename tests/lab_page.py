@@ -39,6 +39,10 @@ OUTPUTS = """(i) => jupyterapp.shell.currentWidget.content.widgets[i].model.outp
 JUPYTERS_OWN = ("Connection lost, reconnecting", "Could not restore the debugger state")
 WATCH = """() => { window.lwSeen = [];
   jupyterapp.shell.currentWidget.sessionContext.statusChanged.connect((_, status) => lwSeen.push(status)); }"""
+STANDING = """() => { const panel = window.jupyterapp?.shell.currentWidget; return {
+  path: panel?.context?.path, kernel: panel?.sessionContext?.session?.kernel?.status, theme: document.body.dataset.jpThemeName,
+  dialogs: [...document.querySelectorAll('.jp-Dialog')].map((dialog) => dialog.innerText),
+  cells: panel?.content?.widgets?.map(({ model }) => [model.executionState, model.executionCount]) }; }"""
 THEME = "(theme) => jupyterapp.commands.execute('apputils:change-theme', { theme })"
 STATUS = "() => jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status"
 
@@ -73,7 +77,7 @@ class LabPage:
         page.on("console", self._heard)
         page.set_default_timeout(WAIT_MS)
         page.goto(f"{lab.url}lab/tree/{name}?token={TOKEN}&reset")
-        page.wait_for_function(READY, arg=name)
+        self._wait("the notebook is open and its kernel idle", READY, name)
 
     def _complain(self, text: str) -> None:
         self.complaints.append(text)
@@ -104,11 +108,11 @@ class LabPage:
 
     def wait_finished(self, *cells: int, timeout_ms: int = WAIT_MS) -> None:
         """Wait until these cells, started before, have ended or one of them has failed."""
-        self.page.wait_for_function(FINISHED, arg=[self.name, cells], timeout=timeout_ms)
+        self._wait(f"cells {cells} have ended", FINISHED, [self.name, cells], timeout_ms)
 
     def wait_status(self, status: str) -> None:
         """Wait until the kernel says it is `idle`, `busy`, ..."""
-        self.page.wait_for_function(f"(status) => ({STATUS})() === status", arg=status)
+        self._wait(f"the kernel is {status}", f"(status) => ({STATUS})() === status", status)
 
     def until(self, holds: Callable[[], bool]) -> None:
         """Wait until what a test asks of the page holds; the page lives on between two looks."""
@@ -127,13 +131,13 @@ class LabPage:
         self.page.evaluate(WATCH)
         self.page.get_by_role("button", name="Restart the kernel", exact=True).click()
         self.page.get_by_role("button", name="Confirm Kernel Restart").click()
-        self.page.wait_for_function("() => lwSeen.includes('restarting') && lwSeen.at(-1) === 'idle'")
+        self._wait("the kernel is back", "() => lwSeen.includes('restarting') && lwSeen.at(-1) === 'idle'")
 
     def theme(self, name: str) -> None:
         """Choose JupyterLab's "Light" or "Dark" theme; it is kept by the server, so a test puts it back."""
         self.page.evaluate(THEME, f"JupyterLab {name}")
         is_light = str(name == "Light").lower()
-        self.page.wait_for_function("(wanted) => document.body.dataset.jpThemeLight === wanted", arg=is_light)
+        self._wait(f"the theme is {name}", "(wanted) => document.body.dataset.jpThemeLight === wanted", is_light)
 
     def cell(self, index: int) -> Any:
         """Return the cell, scrolled into view."""
@@ -159,6 +163,13 @@ class LabPage:
         ARTEFACTS.mkdir(parents=True, exist_ok=True)
         (part or self.page).screenshot(path=(path := ARTEFACTS / f"lab-{name}.png"))
         return path
+
+    def _wait(self, what: str, condition: str, arg: Any = None, timeout_ms: int = WAIT_MS) -> None:
+        """Wait for a condition; where it does not come, say how things stand."""
+        try:
+            self.page.wait_for_function(condition, arg=arg, timeout=timeout_ms)
+        except Exception as error:
+            raise AssertionError(f"waited in vain until {what}; it is so: {self.page.evaluate(STANDING)}") from error
 
     def _menu(self, menu: str, entry: str) -> None:
         self.page.get_by_role("menuitem", name=menu, exact=True).click()
