@@ -40,7 +40,8 @@ JUPYTERS_OWN = ("Connection lost, reconnecting", "Could not restore the debugger
 WATCH = """() => { window.lwSeen = [];
   jupyterapp.shell.currentWidget.sessionContext.statusChanged.connect((_, status) => lwSeen.push(status)); }"""
 STANDING = """() => { const panel = window.jupyterapp?.shell.currentWidget; return {
-  path: panel?.context?.path, kernel: panel?.sessionContext?.session?.kernel?.status, theme: document.body.dataset.jpThemeName,
+  path: panel?.context?.path, kernel: panel?.sessionContext?.session?.kernel?.status,
+  theme: document.body.dataset.jpThemeName,
   dialogs: [...document.querySelectorAll('.jp-Dialog')].map((dialog) => dialog.innerText),
   cells: panel?.content?.widgets?.map(({ model }) => [model.executionState, model.executionCount]) }; }"""
 THEME = "(theme) => jupyterapp.commands.execute('apputils:change-theme', { theme })"
