@@ -30,7 +30,7 @@ class Bytes:
 
 
 def engine_with(tokenizer):
-    return SimpleNamespace(tokenizer=tokenizer, base_id="tiny")
+    return SimpleNamespace(tokenizer=tokenizer, base_id="tiny", model=SimpleNamespace(max_len=500))
 
 
 ENGINE = engine_with(Bytes())
@@ -140,6 +140,8 @@ def test_texts_that_are_not_there_are_named(tmp_path):
         passages_of(fidelity(texts=str(tmp_path)), ENGINE)
     with pytest.raises(UserError, match="'tiny' has no tokenizer"):
         passages_of(fidelity(texts="single"), engine_with(None))
+    with pytest.raises(UserError, match="passage_tokens is 501, but base 'tiny' has room for 500"):
+        passages_of(fidelity(texts="single", passage_tokens=501), ENGINE)
     with pytest.raises(UserError, match="no room for two topics"):
         passages_of(fidelity(texts="switching", passage_tokens=4, prefix_tokens=1), ENGINE)
     with pytest.raises(UserError, match="change their topic at token 12"):

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from workbench.cli import bench, demo, generate, gpu_check, inspect, kernels, lab, ordering, report, show, sweep
+from workbench.cli import advise, bench, demo, generate, gpu_check, inspect, kernels, lab, ordering, report, show, sweep
 from workbench.errors import UserError
 
 _EXAMPLE = """examples:
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=raw,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (demo, generate, show, ordering, inspect, bench, sweep, report, kernels, gpu_check, lab):
+    for module in (demo, generate, show, ordering, inspect, advise, bench, sweep, report, kernels, gpu_check, lab):
         module.add_parser(commands, raw)
     return top
 

@@ -68,13 +68,16 @@ class Panel:
     floor: float | None
 
 
-def frontier(frame: pandas.DataFrame, x: str = "forwards_per_token", title: str | None = None) -> Picture:
+def frontier(
+    frame: pandas.DataFrame, x: str = "forwards_per_token", title: str | None = None, limit: float | None = None
+) -> Picture:
     """Draw KL against cost, every reuse policy a point.
 
     Args:
         frame: fidelity rows of a sweep's table, or of an advice.
         x: the cost: "forwards_per_token" or "tok_s".
         title: above the figure.
+        limit: a KL that is to be kept, drawn as a line.
 
     Raises:
         UserError: columns that are missing, or no row with a value.
@@ -93,11 +96,12 @@ def frontier(frame: pandas.DataFrame, x: str = "forwards_per_token", title: str 
         top = _legend(sheet, head(sheet, title, notes), shown) + 0.42
         columns = 1 if len(shown) == 1 else 2
         width = (sheet.width_in - _LEFT_IN - 0.25 - _GAP_IN * (columns - 1)) / columns
-        scale = _scale(shown)
+        scale = _scale(shown, limit)
         for number, panel in enumerate(shown):
             row, column = divmod(number, columns)
             place = (_LEFT_IN + column * (width + _GAP_IN), top + row * (_PANEL_IN + 0.85), width, _PANEL_IN)
-            _draw(sheet.axes(*place), panel, scale, x, place[2:])
+            axes = sheet.axes(*place)
+            _draw(axes, panel, scale, x, place[2:])
         rows = -(-len(shown) // columns)
         return Picture(sheet.close(top + rows * (_PANEL_IN + 0.85) - 0.25), title, _words(title, panels, x))
 
@@ -152,12 +156,13 @@ def _best(spots: Sequence[Spot], floor: float, sign: int) -> set[str]:
 
 @dataclass(frozen=True)
 class _Scale:
-    """The axes that all panels share: limits of the cost, foot and top of the KL, and where the floor's band ends."""
+    """The axes that all panels share: ends of the cost, foot and top of the KL, the floor's band, and a limit."""
 
     cost: tuple[float, float]
     foot: float
     band: float
     top: float
+    limit: float | None = None
 
     def inches(self, cost: float, kl: float, size: tuple[float, float]) -> tuple[float, float]:
         """Return where a point lies on a panel of this size."""
@@ -170,11 +175,12 @@ class _Scale:
         return max(kl, self.band if floor is None else max(self.band, floor))
 
 
-def _scale(panels: Sequence[Panel]) -> _Scale:
+def _scale(panels: Sequence[Panel], limit: float | None) -> _Scale:
     spots = [spot for panel in panels for spot in panel.spots]
     above = [spot.kl for panel in panels for spot in panel.spots if spot.kl > (panel.floor or 0.0)]
-    top = max([spot.high for spot in spots if spot.high > 0] + above, default=1e-6) * 1.6
-    lowest = min(above, default=top / 30)
+    limits = [limit] if limit else []
+    top = max([spot.high for spot in spots if spot.high > 0] + above + limits, default=1e-6) * 1.6
+    lowest = min(above + limits, default=top / 30)
     # a floor far below everything else would leave no room for what is to be told apart
     floors = [panel.floor for panel in panels if panel.floor is not None and panel.floor > 0]
     band = min([lowest / _REACH, *(floor for floor in floors if floor >= lowest / _REACH)])
@@ -182,7 +188,7 @@ def _scale(panels: Sequence[Panel]) -> _Scale:
     costs = [spot.cost for spot in spots]
     low, high = min(costs), max(costs)
     pad = 0.09 * ((high - low) or abs(high) or 1.0)
-    return _Scale((low - pad, high + pad), foot, band, top)
+    return _Scale((low - pad, high + pad), foot, band, top, limit)
 
 
 def _draw(axes: Axes, panel: Panel, scale: _Scale, x: str, size: tuple[float, float]) -> None:
@@ -200,6 +206,10 @@ def _draw(axes: Axes, panel: Panel, scale: _Scale, x: str, size: tuple[float, fl
     words = _floor_words(panel, scale)
     style = {"va": "bottom", "fontsize": 6.8, "color": LIGHT.muted, "transform": axes.transAxes}
     plain(axes.text(0.012, 0.012, words, **style))
+    if scale.limit:
+        axes.axhline(scale.limit, color=LIGHT.below, linewidth=1.1, zorder=1.6)
+        words_of = {"va": "bottom", "ha": "right", "fontsize": 6.8, "color": LIGHT.below}
+        plain(axes.text(scale.cost[1], scale.limit, f"limit {number_text(scale.limit)} ", **words_of))
     _lines(axes, panel, scale)
     for spot in panel.spots:
         family, y = family_of(spot.policy), scale.drawn(spot.kl, panel.floor)
@@ -227,6 +237,9 @@ def _labels(axes: Axes, panel: Panel, scale: _Scale, size: tuple[float, float], 
     floor_in = scale.inches(0, scale.drawn(0.0, panel.floor), size)[1]
     hard = [(x - 0.06, y - 0.06, 0.12, 0.12) for x, y in at]
     hard += [(0, 0, words_in, 0.16), (0, floor_in - 0.01, size[0], 0.02)]
+    if scale.limit:
+        limit_in = scale.inches(0, scale.limit, size)[1]
+        hard += [(0, limit_in - 0.01, size[0], 0.02), (size[0] - 0.8, limit_in, 0.8, 0.16)]
     for spot, (x, _) in zip(panel.spots, at, strict=True):
         low, high = (scale.inches(spot.cost, scale.drawn(end, panel.floor), size)[1] for end in (spot.low, spot.high))
         hard.append((x - 0.015, low, 0.03, high - low))

@@ -125,14 +125,19 @@ def summary(rows: pd.DataFrame) -> dict[str, float]:
     return found
 
 
+def num_that_fit(engine: Engine, passages: Sequence[Passage]) -> int:
+    """Return how many passages' distributions, of the longest of them, fit well into memory at once; at least one."""
+    longest, vocab = max(len(each.continuation) for each in passages), engine.model.vocab_size
+    return max(1, int(memory_bytes() * _SHARE / (longest * vocab * 4)))
+
+
 def require_memory(engine: Engine, passages: Sequence[Passage]) -> None:
     """Raise unless all distributions of the passages fit well into memory: they are kept from policy to policy."""
-    tokens, vocab = sum(len(each.continuation) for each in passages), engine.model.vocab_size
-    needed, most = tokens * vocab * 4, memory_bytes() * _SHARE
-    if needed > most:
+    if len(passages) > num_that_fit(engine, passages):
+        tokens, vocab = sum(len(each.continuation) for each in passages), engine.model.vocab_size
         raise UserError(f"{len(passages)} passages have {tokens} tokens, whose distributions over {vocab} tokens take "
-                        f"{needed / 1e9:.1f} GB; this machine has room for {most / 1e9:.1f} GB of them: lower passages "
-                        "or passage_tokens")
+                        f"{tokens * vocab * 4 / 1e9:.1f} GB, more than a quarter of the memory; lower passages or "
+                        "passage_tokens")
 
 
 def _mean(values: np.ndarray) -> float:

@@ -55,11 +55,26 @@ def passages_of(point: PointSettings, engine: Engine) -> list[Passage]:
     """Return a point's passages: the domains by turns, and of each domain the texts by turns.
 
     Raises:
-        UserError: no such texts, none long enough, too few, or a base without a tokenizer.
+        UserError: as `pieces_of`, or too few.
+    """
+    pieces = pieces_of(point, engine)
+    if len(pieces) < point.passages:
+        raise UserError(f"texts {point.texts!r} make {len(pieces)} passages of {point.passage_tokens} tokens, fewer "
+                        f"than the {point.passages} asked for; lower passages or passage_tokens")
+    return spread(pieces, point.passages)
+
+
+def pieces_of(point: PointSettings, engine: Engine) -> list[Passage]:
+    """Return all passages that a point's texts make, however many it asks for.
+
+    Raises:
+        UserError: no such texts, none long enough, one that the base has no room for, or a base without a tokenizer.
     """
     if engine.tokenizer is None:
         raise UserError(f"base {engine.base_id!r} has no tokenizer: texts cannot be scored on it")
     wanted, cut = point.passage_tokens, _Cut(_beginning(engine), point.prefix_tokens)
+    if wanted + len(cut.beginning) > engine.model.max_len:
+        raise UserError(f"passage_tokens is {wanted}, but base {engine.base_id!r} has room for {engine.model.max_len}")
     encoded = [(text, _encode(engine, text.text)) for text in texts_of(point)]
     if point.texts == SWITCHING:
         pieces = _switching(encoded, wanted, _encode(engine, _BREAK), cut)
@@ -73,10 +88,7 @@ def passages_of(point: PointSettings, engine: Engine) -> list[Passage]:
         longest = max((text.name, len(ids)) for text, ids in encoded)
         raise UserError(f"texts {point.texts!r}: none has {wanted} tokens (the longest, {longest[0]!r}, has "
                         f"{longest[1]}); lower passage_tokens, or give longer texts")
-    if len(pieces) < point.passages:
-        raise UserError(f"texts {point.texts!r} make {len(pieces)} passages of {wanted} tokens, fewer than the "
-                        f"{point.passages} asked for; lower passages or passage_tokens")
-    return spread(pieces, point.passages)
+    return pieces
 
 
 def switch_place(point: PointSettings) -> int | None:
