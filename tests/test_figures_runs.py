@@ -11,7 +11,7 @@ from figure_parts import panel, texts
 
 from workbench.display import figures, palette
 from workbench.display.latency_figure import grouped
-from workbench.display.run_figures import MOST_BARS, Bars
+from workbench.display.run_figures import BANDS, MOST_BARS, Bars
 from workbench.errors import UserError
 from workbench.instrument import memory_state as kinds
 from workbench.instrument.memory_state import MemoryState, SlotState, StreamState
@@ -53,7 +53,7 @@ def test_each_step_is_a_bar_as_long_as_it_took() -> None:
     stacked = [patch.get_y() + patch.get_height() for patch in rows.containers[1]]
     both = table[table["scaling_rows"] > 0]
     np.testing.assert_allclose(stacked, both["adapted_rows"] + both["scaling_rows"])
-    assert {patch.get_hatch() for patch in rows.containers[1]} == {"////"}
+    assert {patch.get_hatch() for patch in rows.containers[1]} == {BANDS}
     queue = panel(picture, "requests")
     by_name = {line.get_label(): line.get_ydata()[:-1].tolist() for line in queue.lines}
     assert by_name == {name: table[name].tolist() for name in ("running", "waiting")}
@@ -90,6 +90,17 @@ def test_cache_hits_are_running_totals() -> None:
     reused, computed = (table[f"scalings_{name}"].sum() for name in ("reused", "computed"))
     assert f"{reused / (reused + computed):.0%} of {reused + computed} rows reused" in picture.description
     assert "Of the 240 prompt tokens of 12 requests, 25% were found." in picture.description
+
+
+def test_caches_that_counted_nothing_are_said_in_one_line_and_not_drawn() -> None:
+    zero = {name: 0 for name in STEPS if name.startswith(("cached_", "slot_"))}
+    picture = figures.cache_hits(steps().assign(**zero))
+    assert [axes.get_title(loc="left").partition(":")[0] for axes in picture.figure.axes] == ["scalings"]
+    assert picture.figure.axes[0].get_xlabel()
+    said = "0 throughout, so not drawn: prefix cache (adapted pass, scaling pass); slots (hits, loads, evictions)."
+    assert said in " ".join(texts(picture)) and said in picture.description
+    nothing = figures.cache_hits(steps().assign(**zero, scalings_computed=0, scalings_reused=0))
+    assert not nothing.figure.axes and "scalings (computed, reused)" in " ".join(texts(nothing)) and nothing.png
 
 
 def test_latency_shows_every_request_by_what_it_ran_on() -> None:

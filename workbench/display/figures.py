@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
+from workbench.display.cache_figure import cache_hits
 from workbench.display.compare_figure import compare
 from workbench.display.difference_figure import difference
 from workbench.display.frontier_figure import frontier
@@ -17,7 +18,7 @@ from workbench.display.memory_figure import memory_map
 from workbench.display.norm_figures import delta_norms, hidden_norms
 from workbench.display.picture import Picture
 from workbench.display.places_figure import kl_by_place
-from workbench.display.run_figures import cache_hits, timeline
+from workbench.display.run_figures import timeline
 from workbench.display.share_figures import by_depth, by_projection
 from workbench.display.time_figures import entropy, over_time
 from workbench.display.top_tokens_figure import top_tokens

@@ -1,8 +1,8 @@
-"""What an engine did, step by step: throughput, rows, milliseconds and queue; and what its caches saved."""
+"""What an engine did, step by step: throughput, rows, milliseconds and queue."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from workbench.display.labels import counted
-from workbench.display.marks import HATCH
 from workbench.display.palette import LIGHT
 from workbench.display.picture import Picture
 from workbench.display.sheet import Sheet, head, heading, label, open_axes, plain, styled
@@ -19,8 +18,8 @@ from workbench.display.tables import in_time, numbers, run_facts, table
 
 MOST_BARS = 240
 LEFT_IN, RIGHT_IN, PANEL_IN, GAP_IN = 0.85, 1.35, 1.1, 0.42
-LINES = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.6, 1.4, 1.6)))
-SHADES = (LIGHT.scale[5], LIGHT.below, LIGHT.scale[3], LIGHT.muted)
+# lines that run across a bar are seen however narrow it is
+BANDS = "-----"
 STEP_COLUMNS = ("time_s", "duration_ms", "adapted_rows", "scaling_rows", "tokens", "running", "waiting")
 
 
@@ -134,18 +133,16 @@ def _throughput(axes: Axes, bars: Bars, columns: dict[str, np.ndarray]) -> None:
     tokens = bars.sum(columns["tokens"])
     rate = np.divide(tokens, bars.width, out=np.zeros(len(tokens)), where=bars.width > 0)
     _bar(axes, bars, rate, color=LIGHT.scale[4])
-    _finish(axes, "generated tokens per second", "tokens/s", rate)
+    finish(axes, "generated tokens per second", "tokens/s", rate)
 
 
 def _rows(axes: Axes, bars: Bars, columns: dict[str, np.ndarray]) -> None:
     adapted, scaling = (np.nan_to_num(bars.mean(columns[name])) for name in ("adapted_rows", "scaling_rows"))
     _bar(axes, bars, adapted, color=LIGHT.scale[4], label="adapted passes")
-    style = {"color": LIGHT.scale[1], "edgecolor": LIGHT.scale[5], "hatch": HATCH if not bars.is_pooled else None}
-    _bar(axes, bars, scaling, bottom=adapted, label="scaling passes", **style)
-    _finish(axes, "rows of a forward" + (", mean" if bars.is_pooled else ""), "rows", adapted + scaling)
-    beside(axes, [("adapted passes\n(and base)", {"facecolor": LIGHT.scale[4]}),
-                  ("scaling passes", {"facecolor": LIGHT.scale[1], "edgecolor": LIGHT.scale[5],
-                                      "hatch": style["hatch"]})])  # fmt: skip
+    banded = {"facecolor": LIGHT.scale[1], "edgecolor": LIGHT.scale[5], "hatch": BANDS}
+    _bar(axes, bars, scaling, bottom=adapted, label="scaling passes", **banded)
+    finish(axes, "rows of a forward" + (", mean" if bars.is_pooled else ""), "rows", adapted + scaling)
+    beside(axes, [("adapted passes\n(and base)", {"facecolor": LIGHT.scale[4]}), ("scaling passes", banded)])
 
 
 def _milliseconds(axes: Axes, bars: Bars, columns: dict[str, np.ndarray]) -> None:
@@ -156,7 +153,7 @@ def _milliseconds(axes: Axes, bars: Bars, columns: dict[str, np.ndarray]) -> Non
         middle = (bars.left + bars.width / 2)[held]
         axes.plot(middle, most[held], linestyle="none", marker="_", markersize=4, color=LIGHT.below, label="longest")
         beside(axes, [("mean", {"facecolor": LIGHT.scale[4]}), ("– longest", {"facecolor": LIGHT.below})])
-    _finish(axes, "milliseconds per step", "ms", most)
+    finish(axes, "milliseconds per step", "ms", most)
 
 
 def _queue(axes: Axes, bars: Bars, columns: dict[str, np.ndarray]) -> None:
@@ -167,12 +164,12 @@ def _queue(axes: Axes, bars: Bars, columns: dict[str, np.ndarray]) -> None:
         style = {"color": shade, "linestyle": dashes, "linewidth": 1.3, "label": name}
         axes.step(edges, np.append(values, values[-1:]), where="post", **style)
         largest = np.append(largest, values)
-    _finish(axes, "requests" + (", at most" if bars.is_pooled else ""), "requests", largest)
+    finish(axes, "requests" + (", at most" if bars.is_pooled else ""), "requests", largest)
     name_lines(axes, ["running", "waiting"], ["-", (0, (2, 1.2))], [LIGHT.scale[5], LIGHT.below])
 
 
-def _finish(axes: Axes, what: str, unit: str, values: np.ndarray) -> None:
-    """Name a panel and give it an axis from 0 to above its largest value."""
+def finish(axes: Axes, what: str, unit: str, values: np.ndarray) -> None:
+    """Head a panel, name its axis, and let it run from 0 to above its largest value."""
     held = values[np.isfinite(values)]
     top = float(held.max()) if held.size and held.max() > 0 else 1.0
     axes.set_ylim(0, top * 1.08)
@@ -216,82 +213,3 @@ def _legend(axes: Axes, handles: list[Any]) -> None:
     made = axes.legend(handles=handles, fontsize=7, frameon=False, handlelength=2, labelspacing=0.6, **where)
     for text in made.get_texts():
         plain(text)
-
-
-@dataclass(frozen=True)
-class _Cache:
-    """One panel of `cache_hits`: totals over time, and what they say together."""
-
-    heading: str
-    unit: str
-    columns: tuple[str, ...]
-    names: tuple[str, ...]
-    says: Callable[..., str]
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.0%}" if whole else "–"
-
-
-def _part(part: float, rest: float, what: str, did: str) -> str:
-    whole = part + rest
-    return f"{_share(part, whole)} of {whole:.0f} {what} {did}" if whole else f"no {what}"
-
-
-_CACHES = (
-    _Cache("prefix cache: tokens found instead of computed", "tokens",
-           ("cached_prompt_tokens", "cached_scaling_tokens"), ("adapted pass", "scaling pass"),
-           lambda adapted, scaling: f"{adapted:.0f} of adapted passes, {scaling:.0f} of scaling passes"),
-    _Cache("slots: adapters that were there, loaded, or had to leave", "count",
-           ("slot_hits", "slot_loads", "slot_evictions"), ("hits", "loads", "evictions"),
-           lambda hits, loads, evictions: _part(hits, loads, "asks", "hit")),
-    _Cache("scalings: own, or of an earlier token", "rows",
-           ("scalings_computed", "scalings_reused"), ("computed", "reused"),
-           lambda computed, reused: _part(reused, computed, "rows", "reused")),
-)  # fmt: skip
-
-
-def cache_hits(steps: Any, title: str | None = None) -> Picture:
-    """Draw what the prefix cache, the slots and the reuse of scalings saved: totals over time.
-
-    Args:
-        steps: a table of steps, a run, or a recorder. Of a run, the prefix cache's share of its prompts is told too.
-        title: above the figure.
-
-    Raises:
-        UserError: it is none of these, or nothing was recorded.
-    """
-    wanted = ("time_s", *(column for cache in _CACHES for column in cache.columns))
-    frame = table(steps, "steps", wanted, "cache")
-    frame, left_out = in_time(frame)
-    time_s = numbers(frame, "time_s")
-    title = title or "What was found instead of computed"
-    words = []
-    with styled():
-        sheet = Sheet()
-        note = "Running totals since the recording began."
-        top = head(sheet, title, [*run_facts(steps), f"{note}{left_out}{_prompts(steps)}"]) + 0.25
-        for number, cache in enumerate(_CACHES):
-            totals = [np.cumsum(np.nan_to_num(numbers(frame, column))) for column in cache.columns]
-            says = cache.says(*(float(total[-1]) for total in totals))
-            axes = sheet.axes(LEFT_IN, top, sheet.width_in - LEFT_IN - RIGHT_IN, PANEL_IN)
-            for total, dash, shade in zip(totals, LINES, SHADES, strict=False):
-                axes.step(time_s, total, where="post", color=shade, linestyle=dash, linewidth=1.4)
-            _finish(axes, f"{cache.heading}: {says}", cache.unit, np.concatenate(totals))
-            axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 5, 10], integer=True))
-            ends = [f"{name}: {total[-1]:.0f}" for name, total in zip(cache.names, totals, strict=True)]
-            name_lines(axes, ends, LINES[: len(ends)], SHADES[: len(ends)])
-            time_axis(axes, float(time_s.min()), float(time_s.max()), is_last=number == len(_CACHES) - 1)
-            words.append(f"{cache.heading.partition(':')[0]}: {says}")
-            top += PANEL_IN + GAP_IN
-        return Picture(sheet.close(top + 0.05), title, f"{title}. {'; '.join(words)}.{_prompts(steps)}")
-
-
-def _prompts(source: Any) -> str:
-    """Return the share of all prompts' tokens that was found, where the requests are known too."""
-    requests = getattr(source, "requests", None)
-    requests = requests() if callable(requests) else requests
-    if requests is None or not {"prompt_tokens", "cached_tokens"} <= set(requests.columns) or not len(requests):
-        return ""
-    prompt, found = (float(np.nansum(numbers(requests, name))) for name in ("prompt_tokens", "cached_tokens"))
-    return f" Of the {prompt:.0f} prompt tokens of {len(requests)} requests, {_share(found, prompt)} were found."

@@ -62,15 +62,23 @@ def top_tokens(
         top = trace_head(sheet, trace, title, [_note(ids, rows, drawn)])
         PROBABILITIES.bar(sheet, (MARGIN_IN + 0.1, top + 0.06, 2.6), np.exp(logprobs[drawn]))
         top += 0.75
-        columns = 2 if len(drawn) > 12 else 1
-        per_column = -(-len(drawn) // columns)
-        width = (sheet.width_in - 2 * MARGIN_IN - 0.4) / 2 if columns == 2 else 8.0
-        for column in range(columns):
-            part = drawn[column * per_column : (column + 1) * per_column]
-            axes = sheet.axes(MARGIN_IN + column * (width + 0.4), top, width, ROW_IN * (len(part) + 1))
-            _grid(axes, trace, part, ids, logprobs, speller, width)
-        top += ROW_IN * (per_column + 1) + 0.2
+        top = _columns(sheet, top, trace, drawn, ids, logprobs, speller)
         return Picture(sheet.close(top), title, _words(trace, title, ids, logprobs, drawn, speller))
+
+
+def _columns(
+    sheet: Sheet, top: float, trace: Trace, rows: np.ndarray, ids: np.ndarray, logprobs: np.ndarray,
+    spell: Callable[..., str],
+) -> float:
+    """Draw the rows in one column, or in two; return where they end."""
+    columns = 2 if len(rows) > 12 else 1
+    per_column = -(-len(rows) // columns)
+    width = (sheet.width_in - 2 * MARGIN_IN - 0.4) / 2 if columns == 2 else 8.0
+    for column in range(columns):
+        part = rows[column * per_column : (column + 1) * per_column]
+        axes = sheet.axes(MARGIN_IN + column * (width + 0.4), top, width, ROW_IN * (len(part) + 1))
+        _grid(axes, trace, part, ids, logprobs, spell, width)
+    return top + ROW_IN * (per_column + 1) + 0.2
 
 
 def _speller(trace: Trace, texts: Mapping[int, str] | Callable[[int], str] | None) -> Callable[[int], str]:
