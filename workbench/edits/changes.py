@@ -140,7 +140,9 @@ class swap(Edit):
 
 
 class freeze(Edit):
-    """Let every input after one position use that position's scalings.
+    """Let every input after one position use that position's scalings, as they are unedited.
+
+    In a list after other edits, too: what those made of that position is not what stays.
 
     Args:
         at: the position, or "prompt" for the prompt's last token.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from numbers import Real
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import UserError, names, nearest
+from workbench.instrument.sites import matching, patterns_of
 
 Positions = slice | range | Iterable[int] | str | None
 
@@ -62,7 +62,7 @@ class Edit:
     """
 
     def __init__(self, sites: str | Sequence[str] | None = None, positions: Positions = None):
-        self.sites = checked_sites(sites)
+        self.sites = patterns_of(sites, "changes")
         self.positions = checked_positions(positions)
 
     @property
@@ -89,7 +89,7 @@ class Edit:
                 hint = nearest(name, adapters)
                 raise UserError(f"{key}: no adapter {name!r}{hint}; the mixture has {names(adapters)}")
         if self.sites is not None:
-            matching_sites(sites, self.sites, key)
+            matching(sites, self.sites, f"{key}: no site")
 
     def change(self, scalings: Tensor, tap: Tap) -> Tensor:
         """Return the changed scalings `[row, site, adapter]` of rows and sites that are to be changed."""
@@ -100,8 +100,7 @@ class Edit:
         rows = _rows(self.positions, tap)
         if not len(rows):
             return None
-        columns = range(len(tap.sites)) if self.sites is None else matching_sites(tap.sites, self.sites, tap.name)
-        columns = torch.tensor(list(columns))
+        columns = torch.tensor(matching(tap.sites, self.sites, f"{tap.name}: no site"))
         part = scalings[rows[:, None], columns]
         inner = Tap(tap.name, tap.request_id, tap.adapters, tuple(tap.sites[i] for i in columns), tap.positions[rows],
                     tap.prompt_tokens, lambda position: tap.scalings_at(position)[columns])
@@ -114,19 +113,6 @@ class Edit:
 
     def __repr__(self) -> str:
         return f"<edit: {self.label}>"
-
-
-def matching_sites(sites: Sequence[str], patterns: Sequence[str], where: str) -> list[int]:
-    """Return the indices, in order, of the sites that match any of the patterns; each pattern must match some."""
-    chosen: set[int] = set()
-    for pattern in patterns:
-        hits = [i for i, site in enumerate(sites) if fnmatchcase(site, pattern)]
-        if not hits:
-            endings = sorted({f"*.{site.rpartition('.')[2]}" for site in sites})
-            hint = nearest(pattern, [*endings, *sites])
-            raise UserError(f"{where}: no site matches {pattern!r}{hint}; the sites end in {names(endings)}")
-        chosen.update(hits)
-    return sorted(chosen)
 
 
 def checked_positions(positions: Any) -> slice | frozenset[int] | str | None:
@@ -155,22 +141,6 @@ def checked_positions(positions: Any) -> slice | frozenset[int] | str | None:
     if not listed or not all(_is_whole(each) and each >= 0 for each in listed):
         raise UserError(f"positions must be {expected}, not {names(listed)}")
     return frozenset(map(int, listed))
-
-
-def checked_sites(sites: Any) -> tuple[str, ...] | None:
-    """Return site patterns as a tuple; None for every site.
-
-    Raises:
-        UserError: not patterns, or none.
-    """
-    if sites is None:
-        return None
-    listed = [sites] if isinstance(sites, str) or not isinstance(sites, Iterable) else list(sites)
-    if not all(isinstance(each, str) for each in listed):
-        raise UserError(f"sites must be a pattern such as '*.q_proj', or a list of them, not {sites!r}")
-    if not listed:
-        raise UserError("sites=[] changes nothing; leave sites out to change all of them")
-    return tuple(listed)
 
 
 def _is_whole(value: Any) -> bool:

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.edits.edit import Edit, Positions, Tap, matching_sites
+from workbench.edits.edit import Edit, Positions, Tap
 from workbench.errors import UserError, names
+from workbench.instrument.sites import matching
 from workbench.instrument.trace import Trace
 
 
@@ -49,7 +50,7 @@ class replay(Edit):
         if set(self._adapters) != set(adapters):
             raise UserError(f"{key}: the trace was made with adapters {names(self._adapters)}, this mixture has "
                             f"{names(adapters)}; replay needs the same ones")
-        wanted = sites if self.sites is None else [sites[i] for i in matching_sites(sites, self.sites, key)]
+        wanted = [sites[i] for i in matching(sites, self.sites, f"{key}: no site")]
         if lacking := [site for site in wanted if site not in set(self._sites)]:
             raise UserError(f"{key}: the trace has no scalings of {len(lacking)} sites: {names(lacking, 3)}; replay "
                             "one of the same base and ordering, or name the sites")

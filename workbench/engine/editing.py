@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from workbench.edits import Edit, Tap
-from workbench.edits.edit import matching_sites
 from workbench.engine.batch import ADAPTED, SpanPlan
 from workbench.engine.interrupts import let_interrupts
 from workbench.engine.scheduler import reason_of
 from workbench.errors import UserError, names, nearest
+from workbench.instrument.sites import matching
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,9 +61,8 @@ class Applied:
 
     def columns(self, mixture: Mixture) -> list[int]:
         """Return the indices of the sites it may change."""
-        if self.pattern is None:
-            return list(range(len(mixture.sites)))
-        return matching_sites(mixture.sites, (self.pattern,), self.key)
+        patterns = None if self.pattern is None else (self.pattern,)
+        return matching(mixture.sites, patterns, f"{self.key}: no site")
 
     def change(self, request: Request, first: int, used: Tensor) -> Tensor | None:
         """Return what rows from position `first` on use instead of `used`, or None for no change."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from workbench.errors import UserError, names, nearest
 from workbench.instrument import comparison_axes, comparison_file
+from workbench.instrument.files import path_of
 from workbench.instrument.ranks import rank_correlation
 from workbench.instrument.trace import Trace, nan_mean
 
@@ -261,7 +262,7 @@ class Comparison:
         Raises:
             UserError: the path holds something else, or cannot be written.
         """
-        return comparison_file.write(self, Path(path))
+        return comparison_file.write(self, path_of(path, "the folder of a comparison"))
 
     @classmethod
     def load(cls, path: str | Path, lazy: bool = False) -> Comparison:
@@ -270,7 +271,7 @@ class Comparison:
         Raises:
             UserError: no such folder, another kind of folder, or a damaged one.
         """
-        fields = comparison_file.read(Path(path), lazy)
+        fields = comparison_file.read(path_of(path, "the folder of a comparison"), lazy)
         try:
             return cls(**fields)
         except UserError as error:

@@ -12,7 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import UserError, names
+from workbench.errors import TransientError, UserError, names
+from workbench.instrument.files import umask
 from workbench.instrument.trace import Trace
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ INDEX, NULL = "comparison.safetensors", "null.safetensors"
 
 def write(comparison: Comparison, path: Path) -> Path:
     """Write `comparison` as the folder `path`; a comparison that is there is replaced, anything else is not."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     if path.is_symlink() or (path.exists() and not (path / INDEX).is_file()):
@@ -40,10 +42,10 @@ def write(comparison: Comparison, path: Path) -> Path:
         header = {"format": FORMAT, "version": str(VERSION), "labels": json.dumps(list(comparison.labels))}
         header |= {"failed": json.dumps(dict(comparison.failed)), "has_null": json.dumps(comparison.null is not None)}
         save_file({}, temporary / INDEX, metadata=header)
-        temporary.chmod(0o777 & ~_umask())
+        temporary.chmod(0o777 & ~umask())
         _replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"cannot save {path}: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:
+        raise TransientError(f"cannot save {path}: {getattr(error, 'strerror', None) or error}") from None
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -110,11 +112,3 @@ def _replace(temporary: Path, path: Path) -> None:
     path.rename(old)
     temporary.rename(path)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _umask() -> int:
-    import os
-
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask

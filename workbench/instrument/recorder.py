@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import UserError, names, nearest
+from workbench.instrument.run_columns import REQUESTS, STEPS
 from workbench.instrument.store import Lines, Store, Table
 from workbench.instrument.trace import Trace
 from workbench.instrument.wanted import Wanted
@@ -20,17 +21,7 @@ from workbench.instrument.wanted import Wanted
 if TYPE_CHECKING:
     import pandas as pd
 
-STEP_COLUMNS = (
-    "step", "time_s", "duration_ms", "rows", "adapted_rows", "scaling_rows", "tokens", "running", "waiting",
-    "drafts_accepted", "drafts_rejected", "scalings_computed", "scalings_reused", "cached_prompt_tokens",
-    "cached_scaling_tokens", "slot_hits", "slot_loads", "slot_evictions", "kv_bytes", "kv_cached_bytes", "preemptions",
-)  # fmt: skip
-REQUEST_COLUMNS = (
-    "request_id", "adapter", "mixture", "policy", "tgt_non_granular_index", "prompt_tokens", "completion_tokens",
-    "finish_reason", "error", "submitted_s", "ttft_s", "total_s", "tok_s", "scalings_computed", "scalings_reused",
-    "drafts_accepted", "drafts_rejected", "cached_tokens", "cached_scaling_tokens", "preemptions", "edits", "prompt",
-    "text",
-)  # fmt: skip
+STEP_COLUMNS, REQUEST_COLUMNS = tuple(STEPS), tuple(REQUESTS)
 
 
 class Recorder:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import UserError, names, nearest
 from workbench.instrument import run_columns, run_files, run_lock, run_sql
+from workbench.instrument.files import path_of
 from workbench.instrument.run_compact import compact_dead, lacking
 from workbench.instrument.trace import Trace
 
@@ -154,7 +155,7 @@ def open_run(path: str | Path) -> Run:
     Raises:
         UserError: no run there, one of another format or a newer version, or a damaged one.
     """
-    folder = Path(path)
+    folder = path_of(path, "the folder of a run")
     if folder.name == run_files.RUN_FILE and folder.is_file():
         folder = folder.parent
     run = Run(folder, run_files.read_run_file(folder))
@@ -171,7 +172,7 @@ def remove_run(path: str | Path) -> None:
     """
     import shutil
 
-    folder = Path(path)
+    folder = path_of(path, "the folder of a run")
     run = Run(folder, run_files.read_run_file(folder))
     if run.status == "running":
         raise UserError(f"run {str(folder)!r} is being written; it cannot be deleted")

@@ -17,13 +17,13 @@ import itertools
 import json
 import os
 import re
-import tempfile
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import TransientError, UserError, names
 from workbench.instrument import run_columns
+from workbench.instrument.files import replacing
 from workbench.instrument.trace_file import SUFFIX
 from workbench.jsonfile import read_json
 
@@ -53,7 +53,7 @@ def sentences(path: Path, doing: str) -> Iterator[None]:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file, whole or not at all."""
-    with sentences(path, "write"), _replacing(path) as temporary:
+    with sentences(path, "write"), replacing(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -182,7 +182,7 @@ def write_parquet(path: Path, schema: pa.Schema, batches: Iterator[pa.RecordBatc
     import pyarrow.parquet as pq
 
     pa = run_columns.arrow()
-    with sentences(path, "write"), _replacing(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+    with sentences(path, "write"), replacing(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
         waiting: list[pa.RecordBatch] = []
         for batch in batches:
             waiting.append(batch)
@@ -252,24 +252,6 @@ def _read_parquet(path: Path) -> pa.Table:
 
 def _no_parquet(path: Path, error: Exception) -> UserError:
     return UserError(f"{str(path)!r} is damaged: it cannot be read as a Parquet file ({error})")
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path` to write to, and put it in its place if that succeeds."""
-    handle, made = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    temporary = Path(made)
-    try:
-        yield temporary
-        # mkstemp makes the file private; a result gets what the user's umask gives every other file
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _listed(folder: Path) -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import UserError, names
 from workbench.instrument import run_columns, run_files, run_sql
+from workbench.instrument.files import path_of
 from workbench.instrument.run import Run, open_run
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def list_runs(folder: str | Path) -> pandas.DataFrame:
         UserError: no such folder, or a folder that is a run itself.
     """
     rows = []
-    for path in _run_folders(Path(folder)):
+    for path in _run_folders(path_of(folder, "a folder of runs")):
         try:
             rows.append(_row(path.name, open_run(path)))
         except UserError as error:
@@ -101,10 +102,12 @@ def open_runs(runs: str | Path | Iterable[str | Path | Run]) -> Runs:
         UserError: none there, or one that cannot be read; `list_runs` tells which can.
     """
     if isinstance(runs, str | Path):
-        found = [open_run(path) for path in _run_folders(Path(runs))]
+        found = [open_run(path) for path in _run_folders(path_of(runs, "a folder of runs"))]
         if not found:
             raise UserError(f"no run in {str(runs)!r}")
         return Runs({run.path.name: run for run in sorted(found, key=lambda run: str(run.meta.get("created")))})
+    if not isinstance(runs, Iterable):
+        raise UserError(f"open_runs takes a folder of runs, or a list of runs and their folders, not {runs!r}")
     found = [run if isinstance(run, Run) else open_run(run) for run in runs]
     return Runs(dict(zip(_distinct([run.path for run in found]), found, strict=True)))
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import TransientError, UserError, names
 from workbench.instrument import run_columns, run_files, run_lock, run_meta
+from workbench.instrument.files import path_of
 from workbench.instrument.run_compact import compact
 from workbench.instrument.trace import Trace
 
@@ -45,7 +46,7 @@ class RunWriter:
         self, folder: str | Path, *, name: str | None = None, meta: Mapping[str, Any] | None = None,
         step_columns: Mapping[str, type] | None = None, request_columns: Mapping[str, type] | None = None,
     ):
-        self.path = Path(folder)
+        self.path = path_of(folder, "the folder of a run")
         self.error: TransientError | UserError | None = None  # the first that the writing thread met
         self._columns = {
             "steps": run_columns.with_extra("steps", step_columns),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,10 @@ import numpy as np
 
 from workbench.errors import UserError, names, nearest
 from workbench.instrument import trace_checks, trace_file
+from workbench.instrument.files import path_of
 from workbench.instrument.recorded import Recorded
+from workbench.instrument.sites import matching, patterns_of
+from workbench.instrument.wanted import KINDS, OF_STEPS
 
 if TYPE_CHECKING:
     import pandas
@@ -93,12 +95,8 @@ class Trace:
         Raises:
             UserError: nothing of that name was recorded.
         """
-        if name not in self.extras:
-            kind = name.partition(".")[0] if isinstance(name, str) else "entropy"
-            raise UserError(
-                f"this trace has no {name!r}{nearest(name, self.extras)}; beside scalings it has "
-                f"{names(list(self.extras))}. Record it with engine.record('scalings', {kind!r})"
-            )
+        if not isinstance(name, str) or name not in self.extras:
+            raise UserError(_no_extra(name, self.extras))
         return self.extras[name]
 
     def token_means(self) -> np.ndarray:
@@ -147,7 +145,8 @@ class Trace:
             UserError: a pattern or name matches nothing, or an index is out of range.
         """
         rows = trace_checks.as_slice(trace_checks.token_index(tokens, self.num_tokens))
-        columns = _matching_sites(self._all("site", self.sites), sites)
+        patterns = patterns_of(sites, "selects")
+        columns = matching(self._all("site", self.sites), patterns, "no site of this trace")
         chosen = _adapter_indices(self._all("adapter", self.adapters), adapters)
         kept_sites = tuple(self._all("site", self.sites)[i] for i in columns)
         kept_adapters = tuple(self._all("adapter", self.adapters)[i] for i in chosen)
@@ -202,7 +201,7 @@ class Trace:
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file, whole or not at all, and return its path."""
-        return trace_file.write(self, Path(path))
+        return trace_file.write(self, path_of(path, "the file of a trace"))
 
     @classmethod
     def load(cls, path: str | Path, lazy: bool = False) -> Trace:
@@ -215,7 +214,7 @@ class Trace:
         Raises:
             UserError: no such file, another kind of file, a truncated one, or one from a newer version.
         """
-        fields = trace_file.read(Path(path), lazy)
+        fields = trace_file.read(path_of(path, "the file of a trace"), lazy)
         try:
             return cls(**fields)
         except UserError as error:
@@ -241,29 +240,25 @@ def _blocks(values: np.ndarray) -> list[slice]:
     return [slice(first, first + length) for first in range(0, max(1, len(values)), length)]
 
 
-def _matching_sites(sites: tuple[str, ...], patterns: str | Sequence[str] | None) -> list[int]:
-    """Return the indices, in site order, of the sites that match any of the patterns."""
-    if patterns is None:
-        return list(range(len(sites)))
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    endings = {f"*.{site.rpartition('.')[2]}" for site in sites}
-    chosen: set[int] = set()
-    for pattern in patterns:
-        hits = [i for i, site in enumerate(sites) if fnmatchcase(site, pattern)]
-        if not hits:
-            hint = nearest(pattern, [*sorted(endings), *sites])
-            raise UserError(f"no site of this trace matches {pattern!r}{hint}; its sites are {names(sites, 4)}")
-        chosen.update(hits)
-    if not chosen:
-        raise UserError("sites=[] selects nothing; leave sites out to keep all of them")
-    return sorted(chosen)
+def _no_extra(name: Any, extras: Mapping[str, Recorded]) -> str:
+    """Return what is said of something that was not recorded, with the nearest that there is, or that could be."""
+    found = f"this trace has no {name!r}{nearest(name, extras)}; beside scalings it has {names(list(extras))}"
+    kinds = [kind for kind in KINDS if kind != "scalings" and kind not in OF_STEPS]
+    kind = name.partition(".")[0] if isinstance(name, str) else name
+    if kind in kinds:
+        return f"{found}. Record it with engine.record('scalings', {kind!r})"
+    hint = "" if nearest(name, extras) else nearest(name, kinds)
+    return f"{found}. What engine.record can record beside them is {names(kinds)}{hint}"
 
 
-def _adapter_indices(adapters: tuple[str, ...], wanted: str | Iterable[str] | None) -> list[int]:
+def _adapter_indices(adapters: tuple[str, ...], wanted: Any) -> list[int]:
     """Return the indices of the wanted adapters, in the order they were asked for."""
     if wanted is None:
         return list(range(len(adapters)))
-    wanted = [wanted] if isinstance(wanted, str) else list(wanted)
+    given = wanted
+    wanted = [wanted] if isinstance(wanted, str) or not isinstance(wanted, Iterable) else list(wanted)
+    if not all(isinstance(name, str) for name in wanted):
+        raise UserError(f"adapters must be the name of an adapter, or a list of names, not {given!r}")
     if not wanted:
         raise UserError("adapters=[] selects nothing; leave adapters out to keep all of them")
     for name in wanted:

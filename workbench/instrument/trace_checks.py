@@ -23,6 +23,7 @@ PER_TOKEN = {
 }
 VALUE_DTYPES = ("float32", "float16")
 _MAPPED_ROWS = 16  # of the rows without scalings, how many are looked at in a memory-mapped file
+_EXPECTED_TOKENS = "tokens must be a slice, a mask or integer indices"
 FLOAT16_NOTE = "values are float16: scalings between 0 and 1 are rounded by up to 3e-4"
 
 
@@ -65,15 +66,23 @@ def token_index(tokens: Any, num_tokens: int) -> np.ndarray:
     if tokens is None:
         tokens = slice(None)
     if isinstance(tokens, slice):
-        index = np.arange(num_tokens)[tokens]
+        try:
+            index = np.arange(num_tokens)[tokens]
+        except (TypeError, ValueError) as error:
+            raise UserError(f"tokens={tokens!r} is no slice of tokens: {error}") from None
     else:
-        index = np.atleast_1d(np.asarray(tokens))
+        try:
+            index = np.atleast_1d(np.asarray(tokens))
+        except (TypeError, ValueError, OverflowError):
+            raise UserError(f"{_EXPECTED_TOKENS}, not {tokens!r}") from None
         if index.dtype == bool:
             if index.shape != (num_tokens,):
                 raise UserError(f"the token mask has shape {list(index.shape)}; this trace has {num_tokens} tokens")
             index = np.flatnonzero(index)
         elif index.size and index.dtype.kind not in "iu":
-            raise UserError(f"tokens must be a slice, a mask or integer indices, not {index.dtype} values")
+            raise UserError(f"{_EXPECTED_TOKENS}, not {tokens!r}")
+        if index.ndim > 1:
+            raise UserError(f"{_EXPECTED_TOKENS}, in one list and not {index.ndim} levels of lists")
         outside = index[(index < -num_tokens) | (index >= num_tokens)]
         if outside.size:
             raise UserError(f"token index {outside[0]} is out of range; this trace has {num_tokens} tokens")

@@ -8,14 +8,13 @@ tensors.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import UserError, names
+from workbench.errors import TransientError, UserError, names
+from workbench.instrument.files import replacing
 from workbench.instrument.recorded import Recorded
 from workbench.instrument.trace_checks import PER_TOKEN
 
@@ -35,7 +34,11 @@ _DTYPES = {
 
 
 def write(trace: Trace, path: Path) -> Path:
-    """Write `trace` to `path` through a temporary file in the same folder, so a reader never sees half of it."""
+    """Write `trace` to `path`, whole or not at all.
+
+    Raises:
+        UserError: a path that no trace can be saved as; a `TransientError` if the disk is full or failed.
+    """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
@@ -49,22 +52,10 @@ def write(trace: Trace, path: Path) -> Path:
     arrays = {name: np.ascontiguousarray(getattr(trace, name)) for name in ARRAYS}
     arrays |= {EXTRA + name: np.ascontiguousarray(each.values) for name, each in trace.extras.items()}
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise UserError(f"cannot save {path}: {error.strerror}") from None
-    os.close(handle)
-    try:
-        save_file(arrays, temporary, metadata=header)
-        # mkstemp makes the file private; a result file gets what the user's umask gives every other file
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError | SafetensorError):  # the latter is how its library reports a full disk
-            raise UserError(f"cannot save {path}: {getattr(error, 'strerror', None) or error}") from None
-        raise
+        with replacing(path) as temporary:
+            save_file(arrays, temporary, metadata=header)
+    except (OSError, SafetensorError) as error:  # the latter is how its library reports a full disk
+        raise TransientError(f"cannot save {path}: {getattr(error, 'strerror', None) or error}") from None
     return path
 
 

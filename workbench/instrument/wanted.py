@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from workbench.errors import UserError, names, nearest
+from workbench.instrument.sites import is_matched, matching, patterns_of
 
 # kind -> what one value of it is
 KINDS = {
@@ -67,7 +67,7 @@ class Wanted:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise UserError(f"record: 'every' must be a whole number of at least 1, not {every!r}")
         kinds = tuple(kind for kind in KINDS if kind in found)
-        made = cls(kinds, top, _texts("requests", _ids(requests)), _texts("sites", sites), every)
+        made = cls(kinds, top, _request_ids(requests), patterns_of(sites, "records", "record: "), every)
         if every > 1 and not made.measures:
             raise UserError(f"record: 'every' thins out what is measured, and {names(kinds)} is whole in any case")
         if made.patterns and not {"scalings", "delta_norm"} & set(kinds):
@@ -95,16 +95,11 @@ class Wanted:
 
     def matches(self, site: str) -> bool:
         """Whether a site is recorded."""
-        return self.patterns is None or any(fnmatchcase(site, pattern) for pattern in self.patterns)
+        return is_matched(site, self.patterns)
 
     def require_sites(self, sites: Iterable[str], whose: str) -> None:
         """Raise unless every pattern matches one of the sites of `whose`."""
-        sites = list(sites)
-        for pattern in self.patterns or ():
-            if not any(fnmatchcase(site, pattern) for site in sites):
-                endings = dict.fromkeys(f"*.{site.rpartition('.')[2]}" for site in sites)
-                hint = nearest(pattern, [*endings, *sites])
-                raise UserError(f"record: no site of {whose} matches {pattern!r}{hint}; they end in {names(endings)}")
+        matching(list(sites), self.patterns, f"record: no site of {whose}")
 
 
 def _parsed(kind: Any, most_top: int | None) -> tuple[str, int]:
@@ -122,17 +117,13 @@ def _parsed(kind: Any, most_top: int | None) -> tuple[str, int]:
     return kind, min(TOP, most_top or TOP) if kind == "logits:top" else 0
 
 
-def _ids(given: Any) -> Any:
-    each = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
-    return None if given is None else [getattr(one, "id", one) for one in each]
-
-
-def _texts(field: str, given: Any) -> tuple[str, ...] | None:
+def _request_ids(given: Any) -> tuple[str, ...] | None:
     if given is None:
         return None
-    texts = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
-    if not all(isinstance(text, str) for text in texts):
-        raise UserError(f"record: {field!r} must be text or a list of texts, not {given!r}")
-    if not texts:
-        raise UserError(f"record: {field}=[] records nothing; leave it out to record all of them")
-    return tuple(dict.fromkeys(texts))
+    listed = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    ids = [getattr(each, "id", each) for each in listed]
+    if not all(isinstance(each, str) for each in ids):
+        raise UserError(f"record: 'requests' must be text or a list of texts, not {ids!r}")
+    if not ids:
+        raise UserError("record: requests=[] records nothing; leave it out to record all of them")
+    return tuple(dict.fromkeys(ids))
