@@ -9,49 +9,26 @@ from html import escape
 
 import numpy as np
 
-from workbench.display import page
 from workbench.display.compare_lanes import Lane, lanes_of
-from workbench.display.labels import visible
-from workbench.display.palette import DARK, LIGHT, Theme, adapter_colour, adapter_key
+from workbench.display.palette import adapter_colour, adapter_key
+from workbench.display.static_html import HINT, box, safe
 from workbench.instrument.comparison import Comparison
 
 MOST_TOKENS = 2000  # of a text, and in the table; longer ones are read from to_frame()
 MOST_SHARES = 12
+FITTING_SHARES = 4  # in the table, at the width of a screen
 
 
 def tables(comparison: Comparison, title: str) -> str:
     """Return the HTML that goes below the figure; the title is seen in the figure, and heard here."""
     lanes = lanes_of(comparison)
     parts = [
-        '<div class="lw-host"><div class="lw lw-cmp">',
-        f'<div class="lw-sr" role="heading" aria-level="2">{_safe(title)}</div>',
+        f'<div class="lw-sr" role="heading" aria-level="2">{safe(title)}</div>',
         _summary(comparison, lanes),
         _texts(comparison, lanes),
         _token_table(comparison, lanes),
-        "</div></div>",
-        f"<style>\n{page.source('base.css')}{page.source('compare.css')}{_themes()}</style>\n",
     ]
-    return "\n".join(parts)
-
-
-def _themes() -> str:
-    """Return both themes as style rules: the system's choice, unless JupyterLab has made one."""
-    light, dark = _variables(LIGHT), _variables(DARK)
-    return (
-        f".lw-cmp {{ {light} }}\n"
-        f"@media (prefers-color-scheme: dark) {{ body:not([data-jp-theme-light]) .lw-cmp {{ {dark} }} }}\n"
-        f'body[data-jp-theme-light="false"] .lw-cmp {{ {dark} }}\n'
-    )
-
-
-def _variables(theme: Theme) -> str:
-    names = ("page", "ink", "muted", "line", "card", "focus", "missing", "above", "below")
-    scheme = "dark" if theme is DARK else "light"
-    return " ".join(f"--lw-{name}: {getattr(theme, name)};" for name in names) + f" color-scheme: {scheme};"
-
-
-def _safe(text: object) -> str:
-    return escape(visible(str(text)), quote=True)
+    return box(parts, "lw-cmp", ("compare.css",))
 
 
 def _cell(content: object, tag: str = "td", **attributes: str) -> str:
@@ -67,7 +44,7 @@ def _summary(comparison: Comparison, lanes: list[Lane]) -> str:
     chosen = range(min(len(comparison.adapters), MOST_SHARES))
     heads = ["setting", "what it changed", "tokens", "computed", "reused", "text parts at token", "tokens that differ"]
     heads += ["mean difference", "largest"]
-    shares = [f"{_chip(i)} <bdi>{_safe(comparison.adapters[i])}</bdi>" for i in chosen]
+    shares = [f"{_chip(i)} <bdi>{safe(comparison.adapters[i])}</bdi>" for i in chosen]
     lines = [_summary_line(comparison, lane, chosen) for lane in lanes]
     if comparison.floor is not None:
         floor = comparison.floor
@@ -79,12 +56,15 @@ def _summary(comparison: Comparison, lanes: list[Lane]) -> str:
         lines.append(_line("null pair", comparison.floor_says(), ["–"] * 7, ["–"] * len(chosen)))
     failed = comparison.failed.items()
     lines += [_line(label, f"failed: {reason}", ["–"] * 7, ["–"] * len(chosen)) for label, reason in failed]
-    head = "".join(_cell(text, "th", scope="col") for text in [*map(_safe, heads), *shares])
+    head = "".join(_cell(safe(text), "th", scope="col") for text in heads)
+    head += "".join(_cell(text, "th", scope="col", **{"class": "lw-cmp-who"}) for text in shares)
+    many = ' class="lw-cmp-many"' if len(chosen) > FITTING_SHARES else ""
     return (
         '<p class="lw-cmp-marks">Differences are L1 distances of the scalings from the first setting’s, mean over '
         "sites, where they are above what the null pair shows. On the right, each adapter’s share.</p>"
-        '<div class="lw-cmp-scroll" tabindex="0" role="region" aria-label="What each setting changed">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+        f'<section{many}><div class="lw-label">What each setting changed {HINT}</div>'
+        '<div class="lw-plain-scroll lw-cmp-scroll" tabindex="0" role="region" aria-label="What each setting changed">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div></section>"
     )
 
 
@@ -94,14 +74,14 @@ def _summary_line(comparison: Comparison, lane: Lane, chosen: range) -> str:
     cells = [lane.trace.num_tokens, counts["computed"], counts["reused"], where, int((~np.isnan(lane.shown)).sum())]
     cells += [_number(_mean(lane.shown)), _number(_largest(lane.shown))]
     shares = list(comparison.shares(lane.label).values())
-    percents = ["–" if np.isnan(shares[i]) else f"{shares[i]:.0%}" for i in chosen]
+    percents = ["–" if np.isnan(shares[i]) else f"{100 * shares[i]:.0f} %" for i in chosen]
     return _line(lane.label, comparison.says(lane.label), cells, percents)
 
 
 def _line(label: str, sentence: str, cells: list, shares: list) -> str:
-    head = _cell(f"<bdi>{_safe(label)}</bdi>", "th", scope="row")
-    said = _cell(f"<bdi>{_safe(sentence)}</bdi>", **{"class": "lw-cmp-said"})
-    return f"<tr>{head}{said}{''.join(_cell(_safe(cell)) for cell in [*cells, *shares])}</tr>"
+    head = _cell(f"<bdi>{safe(label)}</bdi>", "th", scope="row")
+    said = _cell(f"<bdi>{safe(sentence)}</bdi>", **{"class": "lw-cmp-said"})
+    return f"<tr>{head}{said}{''.join(_cell(safe(cell)) for cell in [*cells, *shares])}</tr>"
 
 
 def _mean(values: np.ndarray) -> float:
@@ -125,15 +105,15 @@ def _texts(comparison: Comparison, lanes: list[Lane]) -> str:
         '<b class="lw-cmp-parts">≠</b> where a text parts from the first one’s.</p>'
     )
     columns = "".join(
-        f'<section aria-label="Text of {_safe(lane.label)}"><div class="lw-label" role="heading" aria-level="3"><bdi>'
-        f'{_safe(lane.label)}</bdi></div><div class="lw-cmp-text">{_tokens(lane, prompt, lane.trace.num_tokens)}</div>'
+        f'<section aria-label="Text of {safe(lane.label)}"><div class="lw-label" role="heading" aria-level="3"><bdi>'
+        f'{safe(lane.label)}</bdi></div><div class="lw-cmp-text">{_tokens(lane, prompt, lane.trace.num_tokens)}</div>'
         "</section>"
         for lane in lanes
     )
     shared = f'<div class="lw-cmp-text">{_tokens(lanes[0], 0, prompt, shared=True)}</div>'
     return (
         f'{marks}<section aria-label="The prompt"><div class="lw-label" role="heading" aria-level="3">The prompt, as '
-        f"<bdi>{_safe(lanes[0].label)}</bdi> reads it</div>{shared}</section>"
+        f"<bdi>{safe(lanes[0].label)}</bdi> reads it</div>{shared}</section>"
         f'<div class="lw-cmp-texts">{columns}</div>'
     )
 
@@ -153,7 +133,7 @@ def _tokens(lane: Lane, start: int, stop: int, shared: bool = False) -> str:
         style = f' style="--c:{adapter_colour(leader)}"' if leader >= 0 else ""
         letter = f' data-key="{adapter_key(leader)}"' if leader >= 0 and leader != last else ""
         last = leader
-        found.append(f'<bdi class="{" ".join(classes)}"{letter}{style}>{_safe(lane.trace.tokens[at])}</bdi>')
+        found.append(f'<bdi class="{" ".join(classes)}"{letter}{style}>{safe(lane.trace.tokens[at])}</bdi>')
     if stop - start > MOST_TOKENS:
         found.append(f'<span class="lw-fact"> … and {stop - start - MOST_TOKENS} more tokens</span>')
     return "".join(found)
@@ -169,11 +149,11 @@ def _token_table(comparison: Comparison, lanes: list[Lane]) -> str:
         cells = [_cell(text)] + [_cell(_text_cell(lane, at) + _difference(lane, at)) for lane in others]
         rows.append(f"<tr>{_cell(at, 'th', scope='row')}{''.join(cells)}</tr>")
     more = f" The first {count} of {comparison.num_tokens} tokens." if count < comparison.num_tokens else ""
-    head = "".join(_cell(f"<bdi>{_safe(text)}</bdi>", "th", scope="col") for text in heads)
+    head = "".join(_cell(f"<bdi>{safe(text)}</bdi>", "th", scope="col") for text in heads)
     return (
         '<details><summary>Token by token, as a table</summary><p class="lw-cmp-marks">Each setting’s token, and the '
         f"difference of its scalings from the first’s where it is above the floor.{more}</p>"
-        '<div class="lw-cmp-scroll" tabindex="0" role="region" aria-label="Token by token">'
+        '<div class="lw-plain-scroll lw-cmp-scroll" tabindex="0" role="region" aria-label="Token by token">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></details>"
     )
 
@@ -182,7 +162,7 @@ def _text_cell(lane: Lane, at: int) -> str:
     if at >= lane.trace.num_tokens:
         return ""
     parts = '<b class="lw-cmp-parts">≠</b> ' if at == lane.divergence else ""
-    return f'{parts}<bdi class="lw-cmp-plain">{_safe(lane.trace.tokens[at])}</bdi>'
+    return f'{parts}<bdi class="lw-cmp-plain">{safe(lane.trace.tokens[at])}</bdi>'
 
 
 def _difference(lane: Lane, at: int) -> str:

@@ -13,8 +13,17 @@ SHORT = 24  # characters of a cell that is not broken into lines
 _NAMES = ("page", "ink", "muted", "line", "card", "focus", "missing", "above", "below")
 
 
-def box(parts: Iterable[str]) -> str:
-    """Return the parts in a box that has both themes: the system's choice, unless JupyterLab has made one."""
+HINT = '<span class="lw-plain-hint">(scrolls sideways →)</span>'
+
+
+def box(parts: Iterable[str], kind: str = "", styles: Sequence[str] = ()) -> str:
+    """Return the parts in a box that has both themes: the system's choice, unless JupyterLab has made one.
+
+    Args:
+        parts: HTML.
+        kind: a class of the box, which the rules of `styles` begin with.
+        styles: names of further style files.
+    """
     light, dark = _variables(LIGHT), _variables(DARK)
     themed = (
         f".lw-plain {{ {light} }}\n"
@@ -22,8 +31,9 @@ def box(parts: Iterable[str]) -> str:
         f'body[data-jp-theme-light="false"] .lw-plain {{ {dark} }}\n'
     )
     body = "\n".join(parts)
-    style = f"<style>\n{source('base.css')}{source('static.css')}{themed}</style>"
-    return f'<div class="lw-host"><div class="lw lw-plain">\n{body}\n</div></div>\n{style}\n'
+    rules = "".join(map(source, ("base.css", "static.css", *styles)))
+    style = f"<style>\n{rules}{themed}</style>"
+    return f'<div class="lw-host"><div class="{f"lw lw-plain {kind}".strip()}">\n{body}\n</div></div>\n{style}\n'
 
 
 def safe(text: object) -> str:
@@ -45,7 +55,7 @@ def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]
     heads = "".join(f'<th scope="col">{safe(name)}</th>' for name in columns)
     lines = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>\n" for row in rows)
     return (
-        f'<section><div class="lw-label">{safe(caption)} <span class="lw-plain-hint">(scrolls sideways →)</span></div>'
+        f'<section><div class="lw-label">{safe(caption)} {HINT}</div>'
         f'<div class="lw-plain-scroll" tabindex="0" role="group" aria-label="{safe(caption)}">'
         f"<table><thead><tr>{heads}</tr></thead><tbody>\n{lines}</tbody></table></div></section>"
     )
