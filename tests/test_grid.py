@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from datetime import date
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -192,3 +193,11 @@ def test_files_that_are_no_grids(tmp_path):
     for name, said in mistakes.items():
         with pytest.raises(UserError, match=said):
             Grid.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "experiments" / "grids").glob("*.toml")), ids=str)
+def test_every_grid_that_comes_with_the_workbench_is_right(path):
+    grid = Grid.load(path)
+    assert grid.question.endswith("?") and grid.name == path.stem and len(set(map(grid.label, grid.points))) == len(
+        grid.points
+    )

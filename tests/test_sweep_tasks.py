@@ -80,6 +80,11 @@ def test_points_share_an_engine_if_they_load_the_same():
     assert same({**lora, "popularity": "skewed", "tokens": 9}, lora)
     assert same({"mode": "xlora", "policy": "lagged(1)"}, {"mode": "xlora"})
     assert same({"task": "fidelity", "mode": "xlora"}, {"mode": "xlora"})
+    # as many slots, whoever asked for them
+    assert same({**lora, "concurrency": 2}, {**lora, "concurrency": 8})
+    many = {**lora, "adapters": 64}
+    assert not same({**many, "concurrency": 2}, {**many, "concurrency": 32})
+    assert same({**many, "concurrency": 2, "slots": 32}, {**many, "concurrency": 32})
     for change in ({"adapters": 5}, {"rank": 4}, {"seed": 1}, {"slots": 2}, {"drafting": False}, {"dtype": "float16"}):
         assert not same({**lora, **change}, lora), change
     assert not same({"mode": "base"}, {"mode": "xlora"}) and same({"mode": "base", "seed": 3}, {"mode": "base"})

@@ -138,7 +138,7 @@ def engine_key(point: PointSettings) -> str:
     loaded: dict[str, Any] = {"mixture": point.mixture}
     if point.mode in ADAPTED or point.mixture == SYNTHETIC:
         loaded |= {"mode": point.mode, "adapters": point.adapters, "rank": point.rank, "seed": point.seed,
-                   "slots": point.slots, "concurrency": point.concurrency}  # fmt: skip
+                   "slots": num_slots(point)}  # fmt: skip
     return json.dumps([point.engine, loaded], sort_keys=True)
 
 
