@@ -20,6 +20,7 @@ from workbench.engine.interrupts import let_interrupts
 from workbench.engine.scheduler import reason_of
 from workbench.errors import UserError, names, nearest
 from workbench.instrument.sites import matching
+from workbench.instrument.wanted import near_ids
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 POINT = "scalings"
 CLASSIFIER = "classifier"
+_MOST_SEEN = 1024  # ids of requests, for an error to name the nearest
 EditFunction = Callable[[Tensor, Tap], "Tensor | None"]
 
 
@@ -116,6 +118,7 @@ class Edits:
         self._applied = {key: Applied(key, edit) for key, edit in given.items()}
         self._close = close
         self._fitting: frozenset[str] = frozenset()
+        self._seen: dict[str, None] = {}
 
     def __getitem__(self, key: str) -> Applied:
         if key not in self._applied:
@@ -134,7 +137,7 @@ class Edits:
                 whose = "any request" if self.requests is None else f"requests {names(sorted(self.requests))}"
                 what = ", ".join(map(label_of, applied.functions))
                 why = applied.error or (
-                    "no request with a mixture it fits ran here, or it returned None for every row"
+                    "no request with a mixture it fits ran here, or it returned None for every row" + self._near()
                 )
                 raise UserError(f"edit {key!r} ({what}) changed no row of {whose}: {why}")
 
@@ -157,6 +160,8 @@ class Edits:
 
     def concerns(self, request: Request) -> bool:
         """Whether these edits are for a request."""
+        if self.requests is not None and len(self._seen) < _MOST_SEEN:
+            self._seen[request.id] = None
         if request.mixture is None or (self.requests is not None and request.id not in self.requests):
             return False
         # named requests are edited or fail, and so do those of a mixture that an edit did fit and, moved, no longer
@@ -176,6 +181,11 @@ class Edits:
                 raise
             changed = changed if new is None else new
         return changed
+
+    def _near(self) -> str:
+        """Return which of the requests that ran have ids near one that did not."""
+        lacking = sorted((self.requests or frozenset()) - self._seen.keys())
+        return near_ids(lacking[0], self._seen) if lacking else ""
 
     def _fits(self, mixture: Mixture) -> bool:
         return all(_misfit(applied, mixture) is None for applied in self._applied.values())

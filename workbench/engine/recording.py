@@ -51,17 +51,26 @@ class Recording:
         """Return a recorder that attends every step from now on."""
         engine = self._engine
         layers = decoder_layers(engine.model) if "hidden_norm" in wanted.kinds else []
-        writer = None if run is None else _run_writer(engine, run, wanted)
         # what was recorded may outlive the engine, and does not keep its weights
         size_of = functools.partial(_size_of, weakref.ref(engine), wanted)
-        recorder = Recorder(wanted, memory_bytes, self.close, size_of, writer)
-        with engine.adapters.turn, held_interrupts():
-            if layers and not self._hooks:
-                self._hooks = [layer.register_forward_hook(self._hook(index)) for index, layer in enumerate(layers)]
-            self._watchers.append(Watcher(engine, recorder, len(layers)))
+        writer = recorder = None
+        try:
+            with engine.adapters.turn, held_interrupts():
+                writer = None if run is None else _run_writer(engine, run, wanted)
+                recorder = Recorder(wanted, memory_bytes, self.close, size_of, writer)
+                if layers and not self._hooks:
+                    self._hooks = [layer.register_forward_hook(self._hook(index)) for index, layer in enumerate(layers)]
+                self._watchers.append(Watcher(engine, recorder, len(layers)))
+        except BaseException:
+            # nobody gets this recorder, so nobody could close it
+            with held_interrupts():
+                self.close(recorder)
+                if writer is not None:
+                    writer.abandon()
+            raise
         return recorder
 
-    def close(self, recorder: Recorder) -> None:
+    def close(self, recorder: Recorder | None) -> None:
         """Let a recorder attend no more steps; between steps."""
         with self._engine.adapters.turn, held_interrupts():
             mine = [watcher for watcher in self._watchers if watcher.recorder is recorder]

@@ -77,7 +77,9 @@ class Watcher:
     def begin(self, batch: StepBatch) -> Measurement | None:
         """Look at the rows of a forward that is about to run; None when none of them is to be measured."""
         for request in batch.requests:
-            if request not in self._watched and self._wanted.includes(request.id):
+            if not self._wanted.includes(request.id):
+                self.recorder.passed(request.id)
+            elif request not in self._watched:
                 self._watched[request] = _Watched(self._ran(request))
                 self.recorder.saw(request.id)
         if not self._wanted.measures:
@@ -139,6 +141,8 @@ class Watcher:
         self.recorder.add_trace(
             name, num_bytes,
             lambda: trace_of(request, tokenizer, labels, ran, wanted, _spread(extras, every, len(request.tokens))),
+            # a trace still to be made keeps its request, which may hold a vocabulary of numbers per token
+            is_lazy=not request.scored_distributions,
         )
 
     def closed(self) -> None:

@@ -16,12 +16,13 @@ from workbench.errors import UserError, names, nearest
 from workbench.instrument.run_columns import REQUESTS, STEPS
 from workbench.instrument.store import Lines, Store, Table
 from workbench.instrument.trace import Trace
-from workbench.instrument.wanted import Wanted
+from workbench.instrument.wanted import Wanted, near_ids
 
 if TYPE_CHECKING:
     import pandas as pd
 
 STEP_COLUMNS, REQUEST_COLUMNS = tuple(STEPS), tuple(REQUESTS)
+_MOST_PASSED = 1024  # ids of requests that are not recorded, for an error to name the nearest
 
 
 class Recorder:
@@ -49,6 +50,7 @@ class Recorder:
         self._is_open, self._lock = True, threading.RLock()
         self._untraced: dict[str, str] = {}
         self._seen: dict[str, None] = {}
+        self._passed: dict[str, None] = {}
         self._steps, self._requests = Table(self.store, STEP_COLUMNS), Lines(self.store)
 
     def __repr__(self) -> str:
@@ -172,6 +174,11 @@ class Recorder:
         """A request that is to be recorded has rows in a step."""
         self._seen[request_id] = None
 
+    def passed(self, request_id: str) -> None:
+        """A request that is not to be recorded has rows in a step."""
+        if len(self._passed) < _MOST_PASSED:
+            self._passed[request_id] = None
+
     def add_step(self, row: dict[str, float]) -> None:
         """Take a step's numbers: every one of `STEP_COLUMNS` but step and time_s."""
         with self._lock, self._stopping("keep a step"):
@@ -187,16 +194,17 @@ class Recorder:
             if self.writer is not None:
                 self.writer.request(row)
 
-    def add_trace(self, request_id: str, num_bytes: int, make: Callable[[], Trace]) -> None:
-        """Keep the trace that `make` makes, of about `num_bytes`."""
+    def add_trace(self, request_id: str, num_bytes: int, make: Callable[[], Trace], is_lazy: bool = True) -> None:
+        """Keep the trace that `make` makes, of about `num_bytes`; unless `is_lazy`, now."""
         with self._lock, self._stopping(f"keep the trace of {request_id!r}"):
             self._untraced.pop(request_id, None)
-            if self.writer is None:
+            if self.writer is None and is_lazy:
                 self.store.keep(request_id, num_bytes, make)
                 return
             trace = make()
             self.store.keep(request_id, num_bytes, lambda: trace)
-            self.writer.trace(trace)
+            if self.writer is not None:
+                self.writer.trace(trace)
 
     def add_untraced(self, request_id: str, why: str) -> None:
         """Remember why a request has no trace."""
@@ -226,6 +234,8 @@ class Recorder:
         with self._lock:
             self._untraced |= self.store.settle()
         if self.writer is not None:
+            if raised[0] is None and self.error:
+                raised = (UserError, UserError(self.error), None)
             with self._stopping("close the run"):
                 self.writer.__exit__(*raised)
         return True
@@ -237,8 +247,10 @@ class Recorder:
         ran = [*self._seen, *self.traces, *self._untraced]
         missing = [wanted for wanted in self.wanted.requests or () if wanted not in ran]
         if missing:
-            every = "; none ran" if not ran else f"; recorded: {names(ran)}"
-            raise UserError(f"request {missing[0]!r} was to be recorded, but never ran{every}")
+            others = list(self._passed)
+            rest = f"; recorded: {names(ran)}" if ran else f"; there ran: {names(others)}" if others else "; none ran"
+            near = near_ids(missing[0], others)
+            raise UserError(f"request {missing[0]!r} was to be recorded, but never ran{near}{rest}")
 
 
 class _Traces(Mapping[str, Trace]):

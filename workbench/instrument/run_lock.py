@@ -23,6 +23,10 @@ class Lock:
         self.path, self.is_supported = path, is_supported
         self._descriptor: int | None = descriptor
 
+    def __del__(self) -> None:
+        # an interrupt may come before anybody has it
+        self.release()
+
     def release(self) -> None:
         """Give the lock up; no error if that is done."""
         if self._descriptor is not None:
@@ -40,7 +44,11 @@ def take(path: Path) -> Lock | None:
         OSError: the file cannot be made.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    held = _lock(descriptor, is_shared=False)
+    try:
+        held = _lock(descriptor, is_shared=False)
+    except BaseException:
+        os.close(descriptor)
+        raise
     if held is False:
         os.close(descriptor)
         return None

@@ -7,6 +7,7 @@ second later. A process killed at any moment leaves a run that opens with everyt
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import threading
 import warnings
@@ -56,23 +57,23 @@ class RunWriter:
         self._facts = _facts(name or self.path.resolve().name, meta or {})
         # with one row each: what pyarrow imports at its first use is imported here, not in a step or at exit
         schemas = {table: run_columns.batch(table, columns, [{}]).schema for table, columns in self._columns.items()}
-        self._lock = _begin(self.path)
-        try:
-            run_files.write_json(self.path / run_files.RUN_FILE, self._facts)
-            self._streams = {
-                table: run_files.Stream(self.path / f"{table}.arrow", each) for table, each in schemas.items()
-            }
-        except BaseException:
-            self._lock.release()
-            raise
+        self._streams: dict[str, run_files.Stream] = {}
         self._waiting: dict[str, deque[dict]] = {"steps": deque(), "requests": deque()}
         self._pending: dict[str, list[dict]] = {"steps": [], "requests": []}
         self._traces: dict[str, str] = {}
         self._busy = threading.RLock()  # taken to touch the files
         self._news, self._ends = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._flush_often, name="run-writer", daemon=True)
-        self._thread.start()
-        atexit.register(self._flush_quietly)
+        self._lock = _begin(self.path)
+        try:
+            run_files.write_json(self.path / run_files.RUN_FILE, self._facts)
+            for table, schema in schemas.items():
+                self._streams[table] = run_files.Stream(self.path / f"{table}.arrow", schema)
+            self._thread.start()
+            atexit.register(self._flush_quietly)
+        except BaseException:
+            self.abandon()
+            raise
 
     def __repr__(self) -> str:
         return f"RunWriter({str(self.path)!r}, {'closed' if self._ends.is_set() else 'open'})"
@@ -80,8 +81,9 @@ class RunWriter:
     def __enter__(self) -> RunWriter:
         return self
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        self._end(kind.__name__ if kind is not None else None)
+    def __exit__(self, kind: type | None, error: object = None, *_: object) -> None:
+        said = str(error) if isinstance(error, UserError) else ""
+        self._end((said or kind.__name__) if kind is not None else None)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Add a row to the steps.
@@ -111,7 +113,7 @@ class RunWriter:
             request_id = run_files.unused(wanted, self._traces)
             name = run_files.trace_name(number, request_id)
             path = self.path / run_files.TRACES / name
-            _save(trace, path)
+            trace.save(path)
             self._traces[request_id] = name
             line = {"request_id": request_id, "file": name, "tokens": trace.num_tokens}
             index = self.path / run_files.TRACES / run_files.INDEX
@@ -139,6 +141,21 @@ class RunWriter:
             UserError: something could not be written, now or earlier.
         """
         self._end(None)
+
+    def abandon(self) -> None:
+        """End the run and remove it, as if it had not begun; no error if it is closed."""
+        if not self._stop():
+            return
+        for stream in self._streams.values():
+            stream.close()
+        traces = self.path / run_files.TRACES
+        with contextlib.suppress(OSError):
+            # what says that there is a run goes last
+            for path in (*traces.iterdir(), *(self.path / f"{table}.arrow" for table in self._columns)):
+                path.unlink(missing_ok=True)
+            traces.rmdir()
+            (self.path / run_files.RUN_FILE).unlink(missing_ok=True)
+        self._lock.release()
 
     def _add(self, table: str, row: Mapping[str, Any]) -> None:
         if not row.keys() <= self._known[table]:
@@ -198,14 +215,21 @@ class RunWriter:
             self.error = error
             warnings.warn(f"run {str(self.path)!r}: {error}", stacklevel=2)
 
-    def _end(self, ended_by: str | None) -> None:
+    def _stop(self) -> bool:
+        """Take no more, and let the writing thread end; whether this call did."""
         with self._busy:
             if self._ends.is_set():
-                return
+                return False
             self._ends.set()
             self._news.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         atexit.unregister(self._flush_quietly)
+        return True
+
+    def _end(self, ended_by: str | None) -> None:
+        if not self._stop():
+            return
         try:
             self.flush()
             for stream in self._streams.values():
@@ -219,15 +243,6 @@ class RunWriter:
             self._lock.release()
         if self.error is not None:
             raise type(self.error)(f"run {str(self.path)!r} is not whole: {self.error}")
-
-
-def _save(trace: Trace, path: Path) -> None:
-    from safetensors import SafetensorError
-
-    try:
-        trace.save(path)
-    except SafetensorError as error:  # how its library reports a full disk
-        raise TransientError(f"cannot save {path}: {error}") from None
 
 
 def _facts(name: str, meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,7 +275,7 @@ def _begin(folder: Path) -> run_lock.Lock:
     try:
         _require_empty(folder)
         with run_files.sentences(folder, "make the run folder"):
-            (folder / run_files.TRACES).mkdir()
+            (folder / run_files.TRACES).mkdir(exist_ok=True)
     except BaseException:
         lock.release()
         raise
@@ -268,11 +283,19 @@ def _begin(folder: Path) -> run_lock.Lock:
 
 
 def _require_empty(folder: Path) -> None:
-    inside = sorted(each.name for each in folder.iterdir() if each.name != run_files.WRITER_LOCK)
+    # a beginning that was killed leaves no more than its lock and an empty folder
+    inside = sorted(
+        each.name for each in folder.iterdir()
+        if each.name != run_files.WRITER_LOCK and not (each.name == run_files.TRACES and _is_empty(each))
+    )
     if run_files.RUN_FILE in inside:
         raise UserError(f"{str(folder)!r} holds a run already; give another folder, or delete that one first")
     if inside:
         raise UserError(f"a run begins in an empty folder, and {str(folder)!r} holds {names(inside, 4)}")
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
 
 
 def _now() -> str:

@@ -102,6 +102,15 @@ class Wanted:
         matching(list(sites), self.patterns, f"record: no site of {whose}")
 
 
+def near_ids(wanted: str, seen: Iterable[str]) -> str:
+    """Return, for the end of an error, which of the requests that ran have ids near one that did not."""
+    seen = list(seen)
+    answers = [name for name in seen if name.rpartition("-")[0] == wanted and name.rpartition("-")[2].isdecimal()]
+    if answers:
+        return f"; {names(answers)} did: each answer of n > 1 has an id of its own"
+    return nearest(wanted, seen)
+
+
 def _parsed(kind: Any, most_top: int | None) -> tuple[str, int]:
     """Return the kind and, for "logits:top" and "logits:top:K", how many tokens."""
     if not isinstance(kind, str):
