@@ -64,6 +64,7 @@ def compare(comparison: Comparison, title: str | None = None) -> ComparedPicture
 def description(comparison: Comparison, title: str) -> str:
     """Return the picture in words: the text alternative of the image."""
     said = [f"{label!r}: {comparison.says(label)}." for label in comparison.labels]
+    said += [f"{note}."] if (note := comparison.stand_in()) else []
     said += [f"{label!r} failed: {reason}." for label, reason in comparison.failed.items()]
     return (
         f"{title}. {len(comparison.labels)} settings over {comparison.num_tokens} tokens, {comparison.prompt_tokens} "
@@ -79,7 +80,8 @@ def facts(comparison: Comparison) -> str:
     for name, key in (("Base", "base"), ("Mixture", "mixture"), ("Dtype", "dtype")):
         if trace.metadata.get(key) is not None:
             parts.append(f"{name}: {trace.metadata[key]}")
-    parts.append(f"compared with {comparison.first!r}")
+    instead = f", as {comparison.was_first!r} failed" if comparison.was_first is not None else ""
+    parts.append(f"compared with {comparison.first!r}{instead}")
     return " · ".join(parts)
 
 
@@ -89,6 +91,7 @@ def badges(comparison: Comparison) -> list[str]:
     found = ["edited"] if any(trace.metadata.get("edits") for trace in traces) else []
     half = {HALF[dtype] for trace in traces if (dtype := trace.metadata.get("dtype")) in HALF}
     found += sorted(half)
+    found += [f"not compared with {comparison.was_first!r}"] if comparison.was_first is not None else []
     found += ["no null pair"] if comparison.null is None else []
     return found + ([f"{len(comparison.failed)} failed"] if comparison.failed else [])
 

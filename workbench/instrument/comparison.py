@@ -54,13 +54,17 @@ class Comparison:
         traces: label -> trace, as recorded.
         null: the first setting's trace in another batch shape, or None.
         failed: label -> reason, of settings that gave no trace.
+        was_first: of `failed`, the setting that the others were to be compared with; None where it did not fail.
     """
 
     traces: Mapping[str, Trace]
     null: Trace | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
+    was_first: str | None = None
 
     def __post_init__(self) -> None:
+        if self.was_first is not None and self.was_first not in self.failed:
+            raise UserError(f"was_first is a setting that failed, {names(list(self.failed))}, not {self.was_first!r}")
         for name, value in (
             ("traces", comparison_axes.checked(self.traces, self.null)),
             ("failed", {str(label): str(reason) for label, reason in self.failed.items()}),
@@ -69,7 +73,8 @@ class Comparison:
 
     @classmethod
     def of(
-        cls, traces: Mapping[str, Trace], null: Trace | None = None, failed: Mapping[str, str] | None = None
+        cls, traces: Mapping[str, Trace], null: Trace | None = None, failed: Mapping[str, str] | None = None,
+        was_first: str | None = None,
     ) -> Comparison:
         """Compare traces.
 
@@ -77,15 +82,17 @@ class Comparison:
             traces: label -> trace, two to eight.
             null: the first one's setting again, in another batch shape.
             failed: label -> reason, of settings that gave no trace; they are named beside the others.
+            was_first: of `failed`, the one that the others were to be compared with.
 
         Raises:
             UserError: traces of another model, ordering or prompt; the message names what differs.
         """
-        return cls(traces, null, failed or {})
+        return cls(traces, null, failed or {}, was_first)
 
     def __repr__(self) -> str:
         tokens = f"{self.num_tokens} tokens, {self.prompt_tokens} of them the prompt's"
         lines = [f"Comparison of {len(self.labels)} settings over {tokens}"]
+        lines += [f"  NOTE: {note}"] if (note := self.stand_in()) else []
         lines += [f"  {label}: {self.says(label)}" for label in self.labels]
         lines.append(f"  null pair: {self.floor_says()}")
         lines += [f"  {label}: failed: {reason}" for label, reason in self.failed.items()]
@@ -226,6 +233,12 @@ class Comparison:
         from workbench.instrument.comparison_words import setting_sentence
 
         return setting_sentence(self, label)
+
+    def stand_in(self) -> str:
+        """Return that the others are compared with another setting than was asked for; "" where they are not."""
+        from workbench.instrument.comparison_words import stand_in_sentence
+
+        return stand_in_sentence(self)
 
     def floor_says(self) -> str:
         """Return what the null pair shows, in a sentence."""

@@ -41,6 +41,7 @@ def write(comparison: Comparison, path: Path) -> Path:
             comparison.null.save(temporary / NULL)
         header = {"format": FORMAT, "version": str(VERSION), "labels": json.dumps(list(comparison.labels))}
         header |= {"failed": json.dumps(dict(comparison.failed)), "has_null": json.dumps(comparison.null is not None)}
+        header["was_first"] = json.dumps(comparison.was_first)
         save_file({}, temporary / INDEX, metadata=header)
         temporary.chmod(0o777 & ~umask())
         _replace(temporary, path)
@@ -62,6 +63,7 @@ def read(path: Path, lazy: bool = False) -> dict[str, Any]:
     header = _header(path)
     try:
         labels, failed, has_null = (json.loads(header[name]) for name in ("labels", "failed", "has_null"))
+        was_first = json.loads(header.get("was_first", "null"))
     except (KeyError, ValueError) as error:
         raise UserError(f"{path / INDEX} is damaged: its header lacks or garbles {error}") from None
     if not isinstance(labels, list) or not isinstance(failed, dict) or len(set(map(str, labels))) != len(labels):
@@ -73,6 +75,7 @@ def read(path: Path, lazy: bool = False) -> dict[str, Any]:
         "traces": {label: Trace.load(path / _file(number), lazy) for number, label in enumerate(labels)},
         "null": Trace.load(path / NULL, lazy) if has_null else None,
         "failed": failed,
+        "was_first": was_first,
     }
 
 

@@ -21,8 +21,16 @@ def setting_sentence(comparison: Comparison, label: str) -> str:
     """Return what a setting changed against the first: scalings, then text."""
     if label == comparison.first:
         counts = comparison.counts(label)
-        return f"what the others are compared with; {counts['computed']} computed, {counts['reused']} reused"
+        instead = "" if comparison.was_first is None else f", as {comparison.was_first!r} failed"
+        return f"what the others are compared with{instead}; {counts['computed']} computed, {counts['reused']} reused"
     return f"{_scalings(comparison, label)}; {_text(comparison, label)}"
+
+
+def stand_in_sentence(comparison: Comparison) -> str:
+    """Return what stands in for a first setting that failed; "" where it did not."""
+    if comparison.was_first is None:
+        return ""
+    return f"{comparison.was_first!r}, the first setting, failed: the others are compared with {comparison.first!r}"
 
 
 def floor_sentence(comparison: Comparison) -> str:
@@ -106,7 +114,8 @@ def summary(comparison: Comparison) -> pandas.DataFrame:
             "tokens_shown": 0, **{f"share:{name}": share for name, share in null.share().items()},
         })  # fmt: skip
     lines += [
-        {"setting": label, "is_null": False, "tokens": 0, "attributed": False, "error": reason}
+        {"setting": label, "is_null": False, "tokens": 0, "attributed": False,
+         "error": _error(comparison, label, reason)}
         for label, reason in comparison.failed.items()
     ]
     columns = ["setting", "is_null", "tokens", "computed", "reused", "divergence", "attributed", "l1_mean", "l1_max"]
@@ -125,6 +134,10 @@ def _line(comparison: Comparison, label: str) -> dict:
         "tokens_shown": int((~np.isnan(shown)).sum()),
         **{f"share:{name}": share for name, share in comparison.shares(label).items()},
     }  # fmt: skip
+
+
+def _error(comparison: Comparison, label: str, reason: str) -> str:
+    return f"{reason} ({comparison.stand_in()})" if label == comparison.was_first else reason
 
 
 def _mean(values: np.ndarray) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from workbench.instrument.comparison import Comparison
 from workbench.live.settings import WHO, require_comparable, settings_of
 
 if TYPE_CHECKING:
-    from workbench.engine import Engine
+    from workbench.engine import Completion, Engine
     from workbench.engine.request import Request
     from workbench.instrument.trace import Trace
 
@@ -42,7 +42,8 @@ def compare(engine: Engine, prompt: Any, settings: Any = None, *, null: bool = T
         **common: options of every setting. Without a `seed`, all have the engine's.
 
     Returns:
-        The comparison; a setting that failed is in its `failed`, with the reason.
+        The comparison; a setting that failed is in its `failed`, with the reason. If that is the first, the others are
+        compared with the next one that ran, and all that is shown says so.
 
     Raises:
         UserError: settings that cannot be compared, an option nobody knows, or fewer than two settings that ran.
@@ -63,7 +64,22 @@ def compare(engine: Engine, prompt: Any, settings: Any = None, *, null: bool = T
         alone, broken = run_together(engine, prompt, {NULL: {**each[first], "prompt_logprobs": True}})
         again = alone.get(NULL)
         failed |= broken
-    return Comparison.of(traces, again, failed)
+    return Comparison.of(traces, again, failed, was_first(each, traces))
+
+
+def was_first(settings: Iterable[str], traces: Mapping[str, Trace]) -> str | None:
+    """Return the first setting's label if it has no trace, else None."""
+    label = next(iter(settings))
+    return None if label in traces else label
+
+
+def why_unfinished(ended: Request | Completion) -> str | None:
+    """Return why what has ended gave no result to compare; None if it gave one."""
+    if ended.finish_reason == "deadline":
+        return ended.error or "it was cut off by its deadline_s"
+    if ended.finish_reason in ("error", "cancelled"):
+        return ended.error or f"it was {ended.finish_reason}"
+    return None
 
 
 def run_together(
@@ -120,8 +136,7 @@ class _Try:
         """Stop what runs and close what is open; its `trace` or its `error` is there then."""
         if self.request is not None:
             self.engine.cancel(self.request)
-            if self.request.finish_reason in ("error", "cancelled"):
-                self.error = self.request.error or f"it was {self.request.finish_reason}"
+            self.error = why_unfinished(self.request)
         for opened in (self._edits, self._recorder):
             if opened is None:
                 continue

@@ -16,6 +16,7 @@ from traitlets import List, Unicode
 from workbench.adapters.merging import merged_of
 from workbench.errors import UserError
 from workbench.instrument.comparison import Comparison
+from workbench.live.compare import was_first, why_unfinished
 from workbench.live.playing import Playing
 from workbench.live.sender import Sender
 from workbench.live.settings import WHO, require_comparable, settings_of
@@ -260,14 +261,16 @@ class CompareLive(Live):
             self._reason = f"{count} settings ran to their end, and two are needed to compare. {said}"
             return
         try:
-            self._comparison = Comparison.of(traces, null if next(iter(self._settings)) in traces else None, failed)
+            missed = was_first(self._settings, traces)
+            self._comparison = Comparison.of(traces, null if missed is None else None, failed, missed)
         except UserError as error:
             self._reason = str(error)
 
     def _ending(self, current: Round) -> dict[str, Any]:
         found = self._comparison
         says = [found.says(label) if found is not None and label in found.labels else "" for label in self._settings]
-        summary = found.floor_says() if found is not None else self._reason
+        note = found.stand_in() if found is not None else ""
+        summary = (f"{note}. " if note else "") + (found.floor_says() if found is not None else self._reason)
         return {"type": "end", "run": current.number, "says": says, "floor": summary, "compared": found is not None}
 
     def _started(self, current: Round) -> dict[str, Any]:
@@ -305,10 +308,7 @@ def voice_for(engine: Engine, options: Mapping[str, Any]) -> Voice:
 
 def _reason(playing: Playing) -> str | None:
     """Return why an ended request has no result to compare, or None."""
-    completion = playing.completion
-    if completion.finish_reason in ("error", "cancelled"):
-        return completion.error or f"it was {completion.finish_reason}"
-    return None
+    return why_unfinished(playing.completion)
 
 
 def _seeded(engine: Engine, options: Mapping[str, Any]) -> dict[str, Any]:
