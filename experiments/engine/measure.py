@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from workbench import Engine
-from workbench.sweep.machine import cpu_name
+from workbench.instrument.run_meta import cpu_name
 
 RESULTS = Path(__file__).parent / "results" / "measure.json"
 WHO: dict[str, dict[str, Any]] = {"base": {}, "lora": {"adapter": "python"}, "xlora": {"mixture": "demo"}}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import platform
 import re
 import sys
 import time
@@ -13,29 +11,16 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("torch", "triton", "transformers", "numpy")
+from workbench.instrument import run_meta
+
 _PROC = Path("/proc/self")
 
 
 def environment(device: torch.device | str) -> dict[str, Any]:
     """Return what a reader needs to judge a figure: machine, versions, threads, date."""
     device = torch.device(device)
-    found = {name: _version(name) for name in _PACKAGES}
-    return {
-        "cpu": cpu_name(), "gpu": gpu_name(device), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-        "platform": platform.platform(), "python": platform.python_version(), "versions": found,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }  # fmt: skip
-
-
-def cpu_name() -> str:
-    """Return the processor's name, as far as the system says."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return named[1].strip() if named else platform.processor() or platform.machine()
+    found = run_meta.environment(gpu_name(device), torch.get_num_threads())
+    return {**found, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
 
 
 def gpu_name(device: torch.device) -> str | None:
@@ -89,10 +74,3 @@ def peak_bytes(device: torch.device) -> int | None:
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
