@@ -6,7 +6,9 @@ Run: pytest tests/test_advise.py
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +22,7 @@ from workbench.sweep.advise import (
     Advice,
     Candidate,
     advise,
+    candidates_of,
     cheapest,
     doubts,
     point_for,
@@ -63,6 +66,15 @@ def test_whatever_is_advised_keeps_the_limit_and_nothing_that_does_is_cheaper(va
     if best is not None:
         assert best in kept
         assert round(best.forwards_per_token, 2) == min(round(each.forwards_per_token, 2) for each in kept)
+
+
+def test_a_sweeps_rows_are_candidates_too():
+    some = (EXACT, candidate("lagged(1)", 0.001, 1.01, 10.0))
+    frame = pd.DataFrame([{**asdict(each), "tok_s": each.tok_s + extra, "texts": "single"}
+                          for extra in (0, -1, 5) for each in some])
+    assert candidates_of(frame) == some
+    with pytest.raises(UserError, match="'kl_high' are missing"):
+        candidates_of(frame.drop(columns="kl_high"))
 
 
 def test_doubts_are_said():

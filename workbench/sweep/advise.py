@@ -185,6 +185,20 @@ def _together(costs: Sequence[dict[str, float]]) -> dict[str, float]:
     return {"tok_s": total / seconds, "forwards_per_token": forwards / total}
 
 
+def candidates_of(frame: pd.DataFrame) -> tuple[Candidate, ...]:
+    """Return the candidates of a sweep's fidelity rows of one kind of text: what they lose, and the medians of costs.
+
+    Raises:
+        UserError: columns that are missing.
+    """
+    if lacking := [key for key in ("policy", *_KEPT) if key not in frame]:
+        raise UserError(f"advice needs the columns {names(['policy', *_KEPT])}; {names(lacking)} are missing")
+    first = frame.drop_duplicates("policy").set_index("policy")[list(_KEPT)]
+    costs = frame.groupby("policy")[["forwards_per_token", "tok_s"]].median()
+    return tuple(Candidate(policy, **{key: float(value) for key, value in {**row, **costs.loc[policy]}.items()})
+                 for policy, row in first.to_dict("index").items())
+
+
 def cheapest(candidates: Sequence[Candidate], max_kl: float) -> Candidate | None:
     """Return the candidate that keeps the limit at the least cost; None where none does.
 
