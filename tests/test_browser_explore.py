@@ -78,7 +78,7 @@ def test_pointing_reads_out_the_cell_and_its_colour_is_its_value(open_page, stat
     page.mouse.move(*place(page, 33, site=77))
     assert trace.sites[77] in page.locator(".lw-site").first.inner_text()
     np.testing.assert_allclose([float(one) for one in readings(page, "here")], trace.values[33, 77], atol=0.0026)
-    np.testing.assert_allclose([float(one) for one in readings(page, "mean")], trace.token_means()[33], atol=0.0026)
+    np.testing.assert_allclose([float(one) for one in readings(page, "mean")], trace.token_means()[33], atol=0.0006)
     leader = int(trace.values[33, 77].argmax())
     tip = page.locator(".lw-tip").inner_text()
     assert f"{trace.sites[77]}: {trace.adapters[leader]} " in tip and trace.tokens[33].strip() in tip
@@ -145,7 +145,7 @@ def test_a_span_is_selected_by_dragging_and_by_keys(open_page, static: Path, tra
     assert "Selected: 15 tokens, 30 to 44" in panel.inner_text()
     assert page.locator(".lw-span").text_content().replace("↵", "") == "".join(trace.tokens[30:45])
     means = [float(one) for one in panel.locator("[data-mean]").all_inner_texts()]
-    np.testing.assert_allclose(means, nan_mean(trace.values[30:45], (0, 1)), atol=0.0026)
+    np.testing.assert_allclose(means, nan_mean(trace.values[30:45], (0, 1)), atol=0.0006)
     assert page.locator(".lw-chosen").count() == 15
     page.mouse.move(*place(page, 50, site=9))
     page.keyboard.down("Shift")

@@ -14,6 +14,8 @@ import pytest
 from trace_problem import HOSTILE, make_trace, small_trace, with_outliers
 
 from workbench.display import payload, show, text_report
+from workbench.display.labels import facts
+from workbench.display.marks import COMPUTED, NO_SOURCE, source_kinds
 from workbench.display.page import module
 from workbench.display.report import columns
 from workbench.errors import UserError
@@ -53,6 +55,19 @@ def test_the_leader_of_a_cell_is_exact_where_codes_tie() -> None:
     values = np.array([[[0.5, 0.5009, np.nan], [np.nan] * 3]], np.float32)
     assert payload.quantised(values)[0, 0, 0] == payload.quantised(values)[0, 0, 1]
     assert payload.leaders(values).tolist() == [[1, payload.MISSING_LEADER]]
+
+
+def test_tokens_whose_scalings_are_no_numbers_are_not_called_computed(trace: Trace) -> None:
+    values = trace.values.copy()
+    values[3:5] = np.nan
+    values[6, 0, 0] = np.nan
+    seen = replace(trace, values=values)
+    wanted = [payload.NO_VALUE if token in (3, 4) else source for token, source in enumerate(trace.source)]
+    assert payload.state(seen, "t")["source"] == wanted
+    assert (source_kinds(seen)[2:7] == [COMPUTED, NO_SOURCE, NO_SOURCE, COMPUTED, COMPUTED]).all()
+    nothing = replace(trace, values=np.full_like(trace.values, np.nan))
+    assert ("Scalings", f"0 computed, 0 reused, {(trace.source >= 0).sum()} without a value") in facts(nothing)
+    assert "without" not in dict(facts(trace))["Scalings"]
 
 
 def test_a_large_trace_is_averaged_over_layers_and_says_so(trace: Trace) -> None:

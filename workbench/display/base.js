@@ -25,14 +25,22 @@ function isDark(model) {
   return matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
+// a bar as long as a share from 0 to 1; nothing where there is no share
+function shareBar(share, colour) {
+  return share == null || Number.isNaN(share) ? "" : make("span", { class: "lw-bar", style: `width:${100 * clamp(share, 0, 1)}%;background:${colour}` });
+}
+
 function swatch(colour) {
   return make("span", { class: "lw-swatch", style: `background:${colour}`, "aria-hidden": "true" });
 }
 
+const NO_VALUE = -2; // in the place of a source, as in payload.py
+
 function statusOf(data, token) {
   const parts = [data.generated[token] ? "generated" : "prompt"];
   const source = data.source[token];
-  if (source < 0) parts.push("no scalings: never an input");
+  if (source === NO_VALUE) parts.push("no value: none of its scalings is a number");
+  else if (source < 0) parts.push("no scalings: never an input");
   else if (source === data.positions[token]) parts.push("scalings computed");
   else parts.push(`scalings reused from position ${source}`);
   if (data.draft[token] >= 0) parts.push(data.draft[token] ? "draft accepted" : "draft rejected");

@@ -13,7 +13,16 @@ from workbench.display.compare_lanes import Lane, row_values
 from workbench.display.drawing import heatmap
 from workbench.display.fonts import MONO, drawable, families
 from workbench.display.labels import runs, short, visible
-from workbench.display.marks import HATCH, key, leader_bars, source_cell, swatch
+from workbench.display.marks import (
+    COMPUTED,
+    HATCH,
+    NO_SOURCE,
+    REUSED,
+    key,
+    leader_bars,
+    source_cell,
+    swatch,
+)
 from workbench.display.palette import LIGHT
 from workbench.display.report import columns
 from workbench.display.scales import Scale
@@ -181,7 +190,8 @@ def legend(sheet: Sheet, names: Sequence[str], rows: tuple[int, ...], top: float
         swatch(axes, index, (x, y - 0.055), (0.17, 0.11))
         plain(axes.text(x + 0.24, y, drawable(text), va="center", fontsize=8))
     style = {"va": "center", "fontsize": 7.4, "color": LIGHT.muted}
-    for column, (text, kind) in enumerate((("scalings computed", 0), ("reused", 1), ("none: never an input", 2))):
+    sources = ("scalings computed", COMPUTED), ("reused", REUSED), ("none: no input, or no value", NO_SOURCE)
+    for column, (text, kind) in enumerate(sources):
         x, y = (0, 1.35, 2.15)[column], lines * 0.2 + 0.1
         source_cell(axes, (x, y - 0.04), (0.17, 0.08), kind)
         axes.text(x + 0.24, y, text, **style)

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from workbench.display.marks import COMPUTED, NO_SOURCE, OTHERS_INDEX, REUSED
+from workbench.display.marks import OTHERS_INDEX, source_kinds
 from workbench.display.palette import LIGHT
 from workbench.display.scales import Scale
 from workbench.instrument.comparison import Comparison
@@ -50,8 +50,7 @@ class Lane:
     @property
     def sources(self) -> np.ndarray:
         """int64 `[token]`: `COMPUTED`, `REUSED` or `NO_SOURCE`."""
-        trace = self.trace
-        return np.where(trace.source < 0, NO_SOURCE, np.where(trace.reused, REUSED, COMPUTED))
+        return source_kinds(self.trace)
 
 
 def lanes_of(comparison: Comparison) -> list[Lane]:

@@ -14,16 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from workbench.display.fonts import MONO
 from workbench.display.labels import layer_of, layer_runs, layer_ticks, runs, short
-from workbench.display.marks import (
-    COMPUTED,
-    NO_SOURCE,
-    REUSED,
-    hatched,
-    key,
-    leader_bars,
-    letter_chip,
-    source_cell,
-)
+from workbench.display.marks import hatched, key, leader_bars, letter_chip, source_cell, source_kinds
 from workbench.display.palette import LIGHT, adapter_colour, rgb
 from workbench.display.scales import SCALINGS, Scale
 from workbench.display.sheet import DPI, Sheet, heading, label, shortened, ticks
@@ -158,7 +149,7 @@ def strip(axes: Axes, trace: Trace, start: int, stop: int) -> None:
 
 def source_strip(axes: Axes, trace: Trace, start: int, stop: int, low: float, high: float) -> None:
     """Draw whether each token's scalings were computed, reused, or none, as one box a run."""
-    kinds = np.where(trace.source < 0, NO_SOURCE, np.where(trace.reused, REUSED, COMPUTED))[start:stop]
+    kinds = source_kinds(trace)[start:stop]
     for first, last in runs(kinds):
         source_cell(axes, (start + first - 0.5, low), (last - first, high - low), int(kinds[first]))
 

@@ -40,14 +40,13 @@ function exploreView(model, data, guard) {
 
 // everything that changes what is visible, pointed at or selected
 function moves(view) {
-  const { data, model } = view, limit = () => data.numTokens - 1;
   const goTo = (first, cell) => { Object.assign(view, { first, cell }); view.draw(); };
+  const refresh = () => { view.markText(); view.read(); drawOverlay(view); };
   const point = (place) => {
     view.hovered = place;
     if (!place) view.tip.hidden = true;
     refresh();
   };
-  const refresh = () => { view.markText(); view.read(); drawOverlay(view); };
   const move = (place, announce) => {
     view.cursor = { ...view.cursor, ...place };
     view.hovered = null;
@@ -56,6 +55,10 @@ function moves(view) {
     refresh();
     if (announce) view.announce(spoken(view));
   };
+  return { goTo, point, refresh, move, showAll: () => goTo(0, 0), ...selecting(view), ...zooming(view, goTo), keys: (event) => exploreKeys(view, event) };
+}
+
+function selecting(view) {
   const select = (span) => {
     const before = view.selection.join();
     view.selection = span ? [...span] : [];
@@ -65,6 +68,16 @@ function moves(view) {
     view.readSelection();
     if (view.geometry) { drawOverlay(view); drawMinimap(view); }
   };
+  const extend = (token) => {
+    const from = view.anchor ?? view.cursor.token;
+    view.anchor = from;
+    select([Math.min(from, token), Math.max(from, token) + 1]);
+    view.cursor = { ...view.cursor, token };
+  };
+  return { select, extend };
+}
+
+function zooming(view, goTo) {
   const zoomAbout = (token, factor) => {
     const g = view.geometry, cell = clamp(g.cell * factor, g.fit, Math.max(g.fit, MAX_CELL));
     goTo(token - ((token - g.first) * g.cell) / cell, cell);
@@ -78,30 +91,25 @@ function moves(view) {
     const [start, stop] = view.selection, { plot } = view.geometry, margin = Math.max(1, (stop - start) * 0.04);
     goTo(start - margin, plot / (stop - start + 2 * margin));
   };
-  const extend = (token) => {
-    const from = view.anchor ?? view.cursor.token;
-    view.anchor = from;
-    select([Math.min(from, token), Math.max(from, token) + 1]);
-    view.cursor = { ...view.cursor, token };
-  };
-  const showAll = () => goTo(0, 0);
-  const keys = (event) => {
-    const { token, site } = view.cursor, { sites } = view.filter, g = view.geometry, at = sites.indexOf(site), page = Math.max(1, Math.floor(0.9 * (g.last - g.first)));
-    const to = { ArrowLeft: token - 1, ArrowRight: token + 1, PageUp: token - page, PageDown: token + page, Home: 0, End: limit() }[event.key];
-    const lines = { ArrowUp: Math.max(at - 1, 0), ArrowDown: Math.min(at + 1, sites.length - 1) }[event.key];
-    const others = { "+": () => zoomBy(1.6), "=": () => zoomBy(1.6), "-": () => zoomBy(1 / 1.6), 0: showAll, Enter: zoomToSelection,
-      Escape: () => { view.anchor = null; select(null); view.announce("Selection ended"); } }[event.key];
-    if (event.ctrlKey || event.metaKey || event.altKey || (to === undefined && lines === undefined && !others)) return;
-    event.preventDefault();
-    // Jupyter has keys of its own; these are the map's
-    event.stopPropagation();
-    if (to !== undefined && event.shiftKey) extend(clamp(to, 0, limit()));
-    if (to !== undefined && !event.shiftKey) view.anchor = null;
-    if (to !== undefined) move({ token: clamp(to, 0, limit()) }, true);
-    else if (lines !== undefined) move({ site: sites[lines] }, true);
-    else others();
-  };
-  return { goTo, point, refresh, move, select, zoomAbout, zoomBy, zoomToSelection, showAll, keys };
+  return { zoomAbout, zoomBy, zoomToSelection };
+}
+
+function exploreKeys(view, event) {
+  const { token, site } = view.cursor, { sites } = view.filter, g = view.geometry, at = sites.indexOf(site), page = Math.max(1, Math.floor(0.9 * (g.last - g.first)));
+  const end = view.data.numTokens - 1;
+  const to = { ArrowLeft: token - 1, ArrowRight: token + 1, PageUp: token - page, PageDown: token + page, Home: 0, End: end }[event.key];
+  const lines = { ArrowUp: Math.max(at - 1, 0), ArrowDown: Math.min(at + 1, sites.length - 1) }[event.key];
+  const others = { "+": () => view.zoomBy(1.6), "=": () => view.zoomBy(1.6), "-": () => view.zoomBy(1 / 1.6), 0: view.showAll, Enter: view.zoomToSelection,
+    Escape: () => { view.anchor = null; view.select(null); view.announce("Selection ended"); } }[event.key];
+  if (event.ctrlKey || event.metaKey || event.altKey || (to === undefined && lines === undefined && !others)) return;
+  event.preventDefault();
+  // Jupyter has keys of its own; these are the map's
+  event.stopPropagation();
+  if (to !== undefined && event.shiftKey) view.extend(clamp(to, 0, end));
+  if (to !== undefined && !event.shiftKey) view.anchor = null;
+  if (to !== undefined) view.move({ token: clamp(to, 0, end) }, true);
+  else if (lines !== undefined) view.move({ site: sites[lines] }, true);
+  else others();
 }
 
 // one sentence about the cursor, for the live region

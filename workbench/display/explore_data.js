@@ -14,6 +14,8 @@ function readExplore(model) {
   const data = { ...model.get("labels"), live: Boolean(model.get("live")) && typeof model.send === "function" };
   [data.numTokens, data.numSites, data.numAdapters] = data.shape;
   data.source = typed(model, "source", Int32Array);
+  // of a static page: exact means over every site [token, adapter]
+  data.means = model.get("means") ? typed(model, "means", Float32Array) : null;
   data.positions = typed(model, "positions", Int32Array) ?? Int32Array.from({ length: data.numTokens }, (_, i) => data.first_position + i);
   data.draft = typed(model, "draft", Int8Array) ?? [];
   data.time_s = typed(model, "time_s", Float32Array) ?? [];
@@ -55,7 +57,7 @@ function valueOfCode(data, code) {
 
 // from 0 at the lower end of the scale to 1 at the upper; further where the value is
 function partOfScale({ scale }, value) {
-  if (value == null) return 0;
+  if (value == null) return NaN;
   return scale.log ? Math.log(Math.max(value, scale.low) / scale.low) / Math.log(scale.high / scale.low) : (value - scale.low) / (scale.high - scale.low);
 }
 
@@ -171,7 +173,10 @@ function codeAt(data, token, site, adapter) {
   return slab.codes[(adapter * slab.rows + slab.rowOf[site]) * slab.columns + column];
 }
 
+const hasExactMeans = (data, filter) => data.means !== null && filter.sites.length === data.numSites;
+
 function meanOf(data, filter, token, k) {
+  if (hasExactMeans(data, filter)) return data.means[token * data.numAdapters + filter.adapters[k]];
   const slab = slabAt(data, token);
   return meansOf(data, slab, filter)[k * slab.columns + Math.floor((token - slab.start) / slab.block)];
 }
@@ -189,6 +194,7 @@ function leaderAtCell(data, filter, token, site) {
 
 // Mean over the tokens of a span and the shown sites, per shown adapter.
 function spanMeans(data, filter, start, stop) {
+  if (hasExactMeans(data, filter)) return filter.adapters.map((_, k) => meanOfSpan(start, stop, (token) => meanOf(data, filter, token, k)));
   const covering = data.windows.filter((slab) => slab.start <= start && stop <= slab.stop);
   const slab = covering.reduce((best, one) => (finer(one, best) ? one : best), data.overview);
   const means = meansOf(data, slab, filter), from = Math.floor((start - slab.start) / slab.block);
@@ -200,6 +206,15 @@ function spanMeans(data, filter, start, stop) {
     }
     return sum / count;
   });
+}
+
+function meanOfSpan(start, stop, meanAt) {
+  let sum = 0, count = 0;
+  for (let token = start; token < stop; token++) {
+    const mean = meanAt(token);
+    if (mean === mean) { sum += mean; count += 1; }
+  }
+  return sum / count;
 }
 
 // Questions to Python. One of a kind is under way; what is asked meanwhile waits, only the latest of it; an answer to

@@ -71,8 +71,7 @@ function layerChoice(view, layers) {
 }
 
 const nameCell = (data, adapter) => [swatch(data.colours[adapter]), make("b", {}, data.keys[adapter]), " ", make("bdi", {}, data.adapters[adapter])];
-const barCell = (data, adapter, part) => make("td", { class: "lw-bar-cell" },
-  make("span", { class: "lw-bar", style: `width:${100 * clamp(part || 0, 0, 1)}%;background:${data.colours[adapter]}` }));
+const barCell = (data, adapter, part) => make("td", { class: "lw-bar-cell" }, shareBar(part, data.colours[adapter]));
 
 // the legend is the adapter filter: what is not ticked is left out of every mean, lead and table
 function adapterPanel(view) {
@@ -115,6 +114,12 @@ function valueTable(view, columns) {
     ...columns.map(({ name, values, texts }) => make("td", { [`data-${name}`]: filter.adapters[k] }, texts ? texts[k] : textOfValue(data, values[k])))))));
 }
 
+function sayExactness({ data, filter }, exact, site, slab) {
+  if (exact) return "Values exact.";
+  if (!hasExactMeans(data, filter)) return `Values ${precision(data, slab)}.`;
+  return site === undefined ? "Means exact." : `Means exact; here ${precision(data, slab)}.`;
+}
+
 function exploreReadout(view) {
   const { data } = view, token = make("bdi", { class: "lw-now" }), place = make("span"), status = make("div", { class: "lw-status" });
   const site = make("div", { class: "lw-site" }), values = make("div", { class: "lw-readings" });
@@ -127,7 +132,7 @@ function exploreReadout(view) {
       columns.push({ name: "here", texts: exact ? exact.values.map((one) => textOfValue(data, one, 4)) : codes.map((code) => textOfCode(data, code)) });
     }
     values.replaceChildren(valueTable(view, columns));
-    site.textContent = `${where === undefined ? "Point at a cell for a single site." : `here = ${data.rows.labels[where]}`} Values ${exact ? "exact" : precision(data, slabAt(data, at))}.`;
+    site.textContent = `${where === undefined ? "Point at a cell for a single site." : `here = ${data.rows.labels[where]}`} ${sayExactness(view, exact, where, slabAt(data, at))}`;
   };
   view.read = () => {
     const now = view.current();
@@ -155,7 +160,7 @@ function selectionPanel(view) {
   let asking = 0;
   const fill = (means, exact) => {
     table.replaceChildren(valueTable(view, [{ name: "mean", values: means, texts: exact && means.map((one) => textOfValue(data, one, 4)) }]));
-    note.textContent = `Means ${view.filter.where}${exact ? ", exact" : `, ${precision(data, slabAt(data, view.selection[0]))}`}. ${data.live ? "In Python: view.selected() is the table of the exact values." : ""}`;
+    note.textContent = `Means ${view.filter.where}${exact || hasExactMeans(data, view.filter) ? ", exact" : `, ${precision(data, slabAt(data, view.selection[0]))}`}. ${data.live ? "In Python: view.selected() is the table of the exact values." : ""}`;
   };
   view.readSelection = () => {
     const { selection } = view, isEmpty = !selection.length;

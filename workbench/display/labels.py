@@ -101,11 +101,24 @@ def layer_ticks(layers: Sequence[int | None], most: int = 12) -> list[tuple[floa
     return ticks
 
 
+def without_value(trace: Trace) -> np.ndarray:
+    """Return bool `[token]`: whether a token that was an input has no scaling at all that is a number."""
+    found = np.zeros(trace.num_tokens, bool)
+    if trace.has_scalings:
+        found[:] = np.isnan(trace.values[:, 0, 0]) & (trace.source >= 0)
+        # only the doubtful ones are read whole: the values may lie in a file
+        for token in np.flatnonzero(found):
+            found[token] = np.isnan(trace.values[token]).all()
+    return found
+
+
 def facts(trace: Trace) -> list[tuple[str, str]]:
     """Return the summary of a trace as `(name, value)` pairs, counts first, then what the metadata says."""
-    computed, reused = int(trace.computed.sum()), int(trace.reused.sum())
+    none = without_value(trace)
+    counts = [f"{int((trace.computed & ~none).sum())} computed", f"{int((trace.reused & ~none).sum())} reused"]
+    counts += [f"{int(none.sum())} without a value"] if none.any() else []
     tokens = f"{trace.prompt_tokens} prompt + {trace.num_tokens - trace.prompt_tokens} generated"
-    pairs = [("Tokens", tokens), ("Scalings", f"{computed} computed, {reused} reused")]
+    pairs = [("Tokens", tokens), ("Scalings", ", ".join(counts))]
     pairs += [(label, str(trace.metadata[key])) for key, label in FACTS.items() if trace.metadata.get(key) is not None]
     if trace.metadata.get("edits"):
         pairs.append(("Edited run", ", ".join(map(str, np.atleast_1d(trace.metadata["edits"])))))

@@ -21,7 +21,7 @@ MOST = 5 * COLUMNS
 SOURCES = (
     ("scalings computed for this token", COMPUTED),
     ("reused from an earlier token", REUSED),
-    ("none: never an input", NO_SOURCE),
+    ("none: never an input, or no value", NO_SOURCE),
 )
 
 

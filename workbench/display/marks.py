@@ -9,9 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from workbench.display.labels import runs
+from workbench.display.labels import runs, without_value
 from workbench.display.palette import LIGHT, OTHERS, adapter_colour, adapter_key, contrast, mix
 from workbench.display.sheet import plain
+from workbench.instrument.trace import Trace
 
 DASHES = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.6, 1.4, 1.6)), (0, (9, 2)))
 MARKERS = "os^DvPX<>*"
@@ -95,6 +96,12 @@ def hatched(axes: Axes) -> None:
     back = Rectangle((0, 0), 1, 1, transform=axes.transAxes, hatch=HATCH, zorder=-1)
     back.set(facecolor="none", edgecolor=LIGHT.missing, lw=0)
     axes.add_patch(back)
+
+
+def source_kinds(trace: Trace) -> np.ndarray:
+    """Return int64 `[token]`: `COMPUTED`, `REUSED`, or `NO_SOURCE` for what was no input or has no value."""
+    none = (trace.source < 0) | without_value(trace)
+    return np.where(none, NO_SOURCE, np.where(trace.reused, REUSED, COMPUTED))
 
 
 def source_cell(axes: Axes, corner: tuple[float, float], size: tuple[float, float], kind: int) -> None:

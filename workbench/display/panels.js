@@ -51,16 +51,15 @@ function legend(data) {
   const body = make("tbody");
   data.adapters.forEach((name, i) => {
     const share = data.shares.all[i];
-    const bar = make("span", { class: "lw-bar", style: `width:${100 * clamp(share ?? 0, 0, 1)}%;background:${data.colours[i]}` });
     body.append(make("tr", {}, make("th", { scope: "row" }, swatch(data.colours[i]), make("b", {}, data.keys[i]), " ", make("bdi", {}, name)),
-      make("td", { class: "lw-bar-cell" }, bar), ...parts.map((part) => make("td", {}, percent(data.shares[part][i])))));
+      make("td", { class: "lw-bar-cell" }, shareBar(share, data.colours[i])), ...parts.map((part) => make("td", {}, percent(data.shares[part][i])))));
   });
   const heads = parts.map((part) => make("th", { scope: "col" }, part));
   const table = make("table", { class: "lw-shares" }, make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "adapter"), make("td"), ...heads)), body);
   const marks = make("p", { class: "lw-marks" },
     "In the text: a letter where the lead changes; the stronger the tint, the larger the lead. Underline: ",
     make("span", { class: "lw-key lw-computed" }, "computed"), " ", make("span", { class: "lw-key lw-reused" }, "reused"), " ",
-    make("span", { class: "lw-key lw-none" }, "no scalings"), ".");
+    make("span", { class: "lw-key lw-none" }, "none, or no value"), ".");
   return make("div", { class: "lw-legend" }, make("div", { class: "lw-label" }, "Mean share of the scalings"), scrollable(make("div", { class: "lw-scroll", tabindex: data.numAdapters > 10 ? "0" : undefined }, table)), marks);
 }
 
@@ -129,9 +128,8 @@ function readout(view) {
     if (order.length > 12) order = order.sort((a, b) => meanAt(data, at, b) - meanAt(data, at, a)).slice(0, 12);
     rows.replaceChildren(make("span"), make("span"), make("i", {}, "mean"), make("i", {}, row == null ? "" : "here"), ...order.flatMap((i) => {
       const mean = meanAt(data, at, i);
-      const bar = make("span", { class: "lw-bar", style: `width:${100 * clamp(mean || 0, 0, 1)}%;background:${data.colours[i]}` });
       return [make("span", { class: "lw-name" }, swatch(data.colours[i]), make("b", {}, data.keys[i]), " ", make("bdi", {}, data.adapters[i])),
-        make("span", { class: "lw-bar-cell" }, bar), make("span", { "data-mean": i }, Number.isNaN(mean) ? "–" : mean.toFixed(3)),
+        make("span", { class: "lw-bar-cell" }, shareBar(mean, data.colours[i])), make("span", { "data-mean": i }, Number.isNaN(mean) ? "–" : mean.toFixed(3)),
         make("span", { "data-here": i }, row == null ? "" : valueAt(data, at, row, i))];
     }));
   };

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from workbench.display.labels import facts, layer_of, scale_note, short, visible
+from workbench.display.labels import facts, layer_of, scale_note, short, visible, without_value
 from workbench.display.palette import adapter_colour, adapter_key, themes
 from workbench.instrument.trace import Trace, nan_mean
 
 STEPS = 250  # one step is 0.004, so a shown value is within 0.002 of the recorded one
 BELOW, ABOVE, MISSING = 253, 254, 255
 MISSING_LEADER = 65535
+NO_VALUE = -2  # in the place of a source: the token was an input, and nothing of its scalings is a number
 MAX_VALUE_BYTES = 8_000_000
 MAX_OUTLIERS = 100_000
 
@@ -46,7 +47,7 @@ def state(trace: Trace, title: str) -> dict[str, Any]:
         "rows": rows,
         "generated": trace.generated.astype(int).tolist(),
         "positions": trace.positions.tolist(),
-        "source": trace.source.tolist(),
+        "source": sources(trace).tolist(),
         "draft": trace.draft.tolist(),
         "time_s": np.round(trace.time_s, 3).tolist(),
         "shares": _shares(trace),
@@ -56,6 +57,11 @@ def state(trace: Trace, title: str) -> dict[str, Any]:
         "outlier_at": outliers.astype("<u4").tobytes(),
         "outlier_value": values.reshape(-1)[outliers].astype("<f4").tobytes(),
     }
+
+
+def sources(trace: Trace) -> np.ndarray:
+    """Return int32 `[token]`: the trace's sources, with NO_VALUE where none of the scalings is a number."""
+    return np.where(without_value(trace), NO_VALUE, trace.source).astype("<i4")
 
 
 def quantised(values: np.ndarray) -> np.ndarray:

@@ -11,7 +11,17 @@ from workbench.display.drawing import LINE_TOKENS, RIGHT_IN, boundary, name_part
 from workbench.display.labels import runs
 from workbench.display.leading import with_others
 from workbench.display.legend import legend
-from workbench.display.marks import OTHERS_INDEX, adapter_line, end_letters, hatched, leader_bars, outside_marks
+from workbench.display.marks import (
+    COMPUTED,
+    OTHERS_INDEX,
+    REUSED,
+    adapter_line,
+    end_letters,
+    hatched,
+    leader_bars,
+    outside_marks,
+    source_kinds,
+)
 from workbench.display.palette import LIGHT
 from workbench.display.picture import Picture
 from workbench.display.sheet import DPI, Sheet, heading, label, open_axes, plain, styled, ticks
@@ -129,7 +139,9 @@ def _outside_note(means: np.ndarray) -> list[str]:
 
 def _words(trace: Trace, title: str) -> str:
     shares = ", ".join(f"{name} {share:.0%}" for name, share in list(trace.share().items())[:MOST_LINES])
-    sources = f"{int(trace.computed.sum())} tokens computed their own scalings, {int(trace.reused.sum())} reused others"
+    kinds = source_kinds(trace)
+    computed, reused = (int((kinds == kind).sum()) for kind in (COMPUTED, REUSED))
+    sources = f"{computed} tokens computed their own scalings, {reused} reused others"
     return (
         f"{title}. Lines of the mean scaling of {len(trace.adapters)} adapters over {trace.num_tokens} tokens, "
         f"{trace.prompt_tokens} of them the prompt's. Mean share: {shares}. {sources}."
