@@ -244,7 +244,7 @@ class Recorder:
         """Raise what went wrong while it was open."""
         if self.error:
             raise UserError(f"{self.error}; what was recorded before is kept")
-        ran = [*self._seen, *self.traces, *self._untraced]
+        ran = list(dict.fromkeys([*self._seen, *self.traces, *self._untraced]))
         missing = [wanted for wanted in self.wanted.requests or () if wanted not in ran]
         if missing:
             others = list(self._passed)
