@@ -72,81 +72,89 @@ function compareForm(model, run, stop, status, alert) {
   };
 }
 
-function renderCompareLive({ model, el }) {
-  const status = make("span", { class: "lw-said", role: "status", "data-lw-status": true }, "Ready.");
-  const alert = make("span", { class: "lw-alert", role: "alert", "data-lw-error": true, hidden: true });
-  const fail = (text) => { alert.textContent = text; alert.hidden = !text; };
-  let current = null, pointed = null, silence = false, waiting = 0;
-  const talk = liveTalk(model, (silent) => {
-    if (silent !== silence) fail(silent ? LIVE_SILENCE : "");
-    silence = silent;
-  });
-  const running = () => current !== null && !current.ended;
-  const run = () => {
-    if (running()) return fail("The settings run already; stop them first.");
-    fail("");
-    talk.send("run", form.typed());
-  };
-  const form = compareForm(model, run, () => running() && talk.send("stop"), status, alert), scale = liveScale();
-  const columns = model.get("columns").map(({ label }, i) => compareColumn(i, label, (token) => { pointed = token; draw(); }));
+function compareRoot(model, form, columns, scale) {
   const facts = make("div", { class: "lw-facts" });
   for (const [name, value] of model.get("facts")) facts.append(make("span", {}, make("span", { class: "lw-fact" }, name), " ", make("bdi", {}, value)));
   const grid = make("div", { class: "lw-columns" }, ...columns.map((column) => column.box));
   const root = make("div", { class: "lw lw-compare-live", "data-lw-compare-live": true, "data-lm-suppress-shortcuts": "true" },
     make("div", { class: "lw-head" }, make("div", { class: "lw-title", role: "heading", "aria-level": "2" }, model.get("title")), facts),
     form.box, grid, scale.box);
-  const drawNow = () => {
-    root.dataset.lwState = current === null ? "idle" : current.ended ? "ended" : "running";
-    form.lock(running());
-    columns.forEach((column) => column.draw(pointed));
-    if (current) compareMarks(columns, current.diverged);
-  };
-  const draw = () => { waiting ||= requestAnimationFrame(() => { waiting = 0; try { drawNow(); } catch (error) { showError(el, error); } }); };
-  const begin = (content) => {
-    current = { run: content.run, diverged: [], ended: null };
-    columns.forEach((column, i) => { column.judged = false; column.begin(content.columns[i]); });
-    fail("");
-    status.textContent = `Running ${columns.length} settings together …`;
-  };
-  const more = (content, buffers) => {
-    for (const each of content.columns) {
-      const column = columns[each.column], { story } = column;
-      if (!liveTake(story, each, buffers.slice(2 * each.column, 2 * each.column + 2))) return talk.send("hello");
-      if (each.ended && !story.ended) {
-        Object.assign(story, { ended: each.ended });
-        if (each.ended.reason === "error") [column.judged, column.verdict.textContent] = [true, liveEnding(story)];
-      }
+  return { root, grid };
+}
+
+function compareBegin(view, content) {
+  const { columns, says } = view;
+  view.current = { run: content.run, diverged: [], ended: null };
+  columns.forEach((column, i) => { column.judged = false; column.begin(content.columns[i]); });
+  says.fail("");
+  says.say(`Running ${columns.length} settings together …`);
+}
+
+function compareMore({ columns, current, talk }, content, buffers) {
+  for (const each of content.columns) {
+    const column = columns[each.column], { story } = column;
+    if (!liveTake(story, each, buffers.slice(2 * each.column, 2 * each.column + 2))) return talk.send("hello");
+    if (each.ended && !story.ended) {
+      Object.assign(story, { ended: each.ended });
+      if (each.ended.reason === "error") [column.judged, column.verdict.textContent] = [true, liveEnding(story)];
     }
-    current.diverged = content.diverged;
+  }
+  current.diverged = content.diverged;
+}
+
+function compareEnd({ columns, current, says }, content) {
+  current.ended = content;
+  content.says.forEach((said, i) => { if (said) [columns[i].judged, columns[i].verdict.textContent] = [true, compareSentence(said)]; });
+  says.say(content.compared ? `Finished. ${compareSentence(content.floor)}` : "Finished; there is nothing to compare.");
+  if (!content.compared) says.fail(content.floor);
+}
+
+function compareHears(view, content, buffers) {
+  const { current, says, talk } = view;
+  if (!talk.hears(content)) return;
+  if (content.type === "say") content.error ? says.fail(content.text) : says.say(content.text);
+  else if (content.type === "start") compareBegin(view, content);
+  else if (content.run !== current?.run) { if (content.type === "more" && !(current?.run > content.run)) talk.send("hello"); }
+  else if (content.type === "more") compareMore(view, content, buffers);
+  else if (content.type === "end") compareEnd(view, content);
+  view.draw();
+}
+
+function compareView(model, el) {
+  const says = liveSays(), talk = liveTalkAloud(model, says.fail), view = { talk, says, current: null, pointed: null };
+  const running = () => view.current !== null && !view.current.ended;
+  const run = () => {
+    if (running()) return says.fail("The settings run already; stop them first.");
+    says.fail("");
+    talk.send("run", view.form.typed());
   };
-  const end = (content) => {
-    current.ended = content;
-    content.says.forEach((said, i) => { if (said) [columns[i].judged, columns[i].verdict.textContent] = [true, compareSentence(said)]; });
-    status.textContent = content.compared ? `Finished. ${compareSentence(content.floor)}` : "Finished; there is nothing to compare.";
-    if (!content.compared) fail(content.floor);
+  view.draw = liveFrames(el, () => view.drawNow());
+  view.form = compareForm(model, run, () => running() && talk.send("stop"), says.status, says.alert);
+  view.scale = liveScale();
+  view.columns = model.get("columns").map(({ label }, i) => compareColumn(i, label, (token) => { view.pointed = token; view.draw(); }));
+  Object.assign(view, compareRoot(model, view.form, view.columns, view.scale));
+  view.drawNow = () => {
+    const { current } = view;
+    view.root.dataset.lwState = current === null ? "idle" : current.ended ? "ended" : "running";
+    view.form.lock(running());
+    view.columns.forEach((column) => column.draw(view.pointed));
+    if (current) compareMarks(view.columns, current.diverged);
   };
-  const heard = (content, buffers) => {
-    if (!talk.hears(content)) return;
-    if (content.type === "say") content.error ? fail(content.text) : (status.textContent = content.text);
-    else if (content.type === "start") begin(content);
-    else if (content.run !== current?.run) { if (content.type === "more" && !(current?.run > content.run)) talk.send("hello"); }
-    else if (content.type === "more") more(content, buffers);
-    else if (content.type === "end") end(content);
-    draw();
-  };
-  const pulled = () => form.pull();
-  model.on("change:prompt", pulled);
-  model.on("msg:custom", heard);
-  const sizes = new ResizeObserver(draw);
-  sizes.observe(grid);
+  return view;
+}
+
+function renderCompareLive({ model, el }) {
+  const view = compareView(model, el), { talk, form, columns, scale, root } = view;
+  const unlisten = liveListen(model, (content, buffers) => compareHears(view, content, buffers), { prompt: () => form.pull() });
+  const sizes = new ResizeObserver(view.draw);
+  sizes.observe(view.grid);
   el.replaceChildren(root);
   const untheme = followTheme(model, root, (theme) => { scale.theme(theme); columns.forEach((column) => column.strip.theme(theme)); });
-  drawNow();
+  view.drawNow();
   talk.send("hello");
   return () => {
     talk.end();
-    model.off("change:prompt", pulled);
-    model.off("msg:custom", heard);
+    unlisten();
     sizes.disconnect();
     untheme();
   };

@@ -174,76 +174,85 @@ function consoleDesk(view) {
   };
 }
 
-function renderConsole({ model, el }) {
-  const view = { model, story: null, pointed: null, silent: false };
-  view.status = make("span", { class: "lw-said", role: "status", "data-lw-status": true }, "Ready.");
-  view.alert = make("span", { class: "lw-alert", role: "alert", "data-lw-error": true, hidden: true });
-  const fail = (text) => { view.alert.textContent = text; view.alert.hidden = !text; };
-  const talk = view.talk = liveTalk(model, (silent) => {
-    if (silent !== view.silent) fail(silent ? LIVE_SILENCE : "");
-    view.silent = silent;
-  });
-  const point = (token) => { view.pointed = token; view.draw(); };
+// everything that is seen, in its order
+function consoleParts(view) {
+  const { model, talk } = view, point = (token) => { view.pointed = token; view.draw(); };
   const after = make("p", { class: "lw-why", hidden: true }, "In Python now: .trace, .completion, .history, .explore(), .save(\"answer.html\").");
   const form = consoleForm(view), desk = consoleDesk(view), meters = liveMeters(), scale = liveScale();
   const text = liveText("The answer", point), strip = liveStrip("Scalings, mean over the sites", point);
   const root = make("div", { class: "lw lw-console", "data-lw-console": true, "data-lm-suppress-shortcuts": "true" }, consoleHead(model, talk), form.box, text.box,
     make("section", { class: "lw-tape", "aria-label": "Scalings" }, strip.box, scale.box, after),
     make("aside", { class: "lw-rack" }, desk.box, make("section", { class: "lw-counts", "aria-label": "Counters" }, meters.box)));
-  const running = () => view.story !== null && !view.story.ended;
-  const chosen = () => model.get("voices").find((voice) => voice.id === form.voices.list.value) ?? { kind: "base", label: "nobody", id: "", adapters: [], keys: [], colours: [] };
-  let waiting = 0;
-  view.draw = () => { waiting ||= requestAnimationFrame(() => { waiting = 0; try { view.drawNow(); } catch (error) { showError(el, error); } }); };
-  view.drawNow = () => {
-    const { story, pointed } = view, token = pointed ?? (story ? story.means.length - 1 : -1);
-    const voice = running() ? story.voice : chosen();
-    root.dataset.lwState = !story ? "idle" : story.ended ? "ended" : "running";
-    after.hidden = !story?.ended;
-    form.lock(running(), voice);
-    text.draw();
-    text.point(pointed);
-    strip.moved(story ? model.get("faders").moves ?? [] : []);
-    strip.point(pointed);
-    desk.draw(voice, story, token);
-    meters.draw(story);
-  };
-  view.refresh = view.draw;
+  return { root, after, form, desk, meters, scale, text, strip };
+}
+
+const CONSOLE_NOBODY = { kind: "base", label: "nobody", id: "", adapters: [], keys: [], colours: [] };
+
+function consoleDraw(view, { root, after, form, desk, meters, text, strip }) {
+  const { model, story, pointed } = view, token = pointed ?? (story ? story.means.length - 1 : -1);
+  const chosen = () => model.get("voices").find((voice) => voice.id === form.voices.list.value) ?? CONSOLE_NOBODY;
+  const voice = view.running() ? story.voice : chosen();
+  root.dataset.lwState = !story ? "idle" : story.ended ? "ended" : "running";
+  after.hidden = !story?.ended;
+  form.lock(view.running(), voice);
+  text.draw();
+  text.point(pointed);
+  strip.moved(story ? model.get("faders").moves ?? [] : []);
+  strip.point(pointed);
+  desk.draw(voice, story, token);
+  meters.draw(story);
+}
+
+function consoleBegin(view, { text, strip }, content) {
+  const story = view.story = liveStory({ ...content, promptTokens: content.prompt_tokens });
+  view.pointed = null;
+  text.begin(story);
+  strip.begin(story);
+  view.says.fail("");
+  view.says.say(`Reading the prompt: ${content.prompt_tokens + content.hidden} tokens …`);
+}
+
+function consoleEnd({ story, says }, { strip }, content) {
+  Object.assign(story, { ended: content, stats: content.stats });
+  says.say(content.reason === "error" ? "" : liveEnding(story));
+  if (content.reason === "error") says.fail(liveEnding(story));
+  strip.speak();
+}
+
+function consoleHears(view, parts, content, buffers) {
+  const { story, says, talk } = view;
+  if (!talk.hears(content)) return;
+  if (content.type === "say") content.error ? says.fail(content.text) : says.say(content.text);
+  else if (content.type === "start") consoleBegin(view, parts, content);
+  else if (content.run !== story?.run) { if (content.type === "more" && !(story?.run > content.run)) talk.send("hello"); }
+  else if (content.type === "more") {
+    if (!liveTake(story, content, buffers)) return talk.send("hello");
+    if (content.stats.generated && !story.wrote) { story.wrote = true; says.say("Writing …"); }
+  } else if (content.type === "end") consoleEnd(view, parts, content);
+  view.draw();
+}
+
+function consoleView(model, el) {
+  const says = liveSays(), talk = liveTalkAloud(model, says.fail);
+  const view = { model, talk, says, status: says.status, alert: says.alert, story: null, pointed: null };
+  view.running = () => view.story !== null && !view.story.ended;
+  view.draw = view.refresh = liveFrames(el, () => view.drawNow());
   view.run = () => {
-    if (running()) return fail("It is answering already; stop it first.");
-    fail("");
-    talk.send("run", form.typed());
+    if (view.running()) return says.fail("It is answering already; stop it first.");
+    says.fail("");
+    talk.send("run", view.typed());
   };
-  view.stop = () => { if (running()) talk.send("stop"); };
-  const begin = (content) => {
-    const story = view.story = liveStory({ ...content, promptTokens: content.prompt_tokens });
-    view.pointed = null;
-    text.begin(story);
-    strip.begin(story);
-    fail("");
-    view.status.textContent = `Reading the prompt: ${content.prompt_tokens + content.hidden} tokens …`;
-  };
-  const heard = (content, buffers) => {
-    if (!talk.hears(content)) return;
-    const { story } = view;
-    if (content.type === "say") content.error ? fail(content.text) : (view.status.textContent = content.text);
-    else if (content.type === "start") begin(content);
-    else if (content.run !== story?.run) { if (content.type === "more" && !(story?.run > content.run)) talk.send("hello"); }
-    else if (content.type === "more") {
-      if (!liveTake(story, content, buffers)) return talk.send("hello");
-      if (content.stats.generated && !story.wrote) [story.wrote, view.status.textContent] = [true, "Writing …"];
-    } else if (content.type === "end") {
-      Object.assign(story, { ended: content, stats: content.stats });
-      view.status.textContent = content.reason === "error" ? "" : liveEnding(story);
-      if (content.reason === "error") fail(liveEnding(story));
-      strip.speak();
-    }
-    view.draw();
-  };
+  view.stop = () => { if (view.running()) talk.send("stop"); };
+  return view;
+}
+
+function renderConsole({ model, el }) {
+  const view = consoleView(model, el), { talk } = view, parts = consoleParts(view), { root, form, desk, strip, scale } = parts;
+  view.typed = form.typed;
+  view.drawNow = () => consoleDraw(view, parts);
   const pulled = () => { form.pull(); view.draw(); }, moved = () => { desk.pull(false); view.draw(); };
-  const traits = ["prompt", "voice", "values", "chat", "voices"];
-  traits.forEach((name) => model.on(`change:${name}`, pulled));
-  model.on("change:faders", moved);
-  model.on("msg:custom", heard);
+  const unlisten = liveListen(model, (content, buffers) => consoleHears(view, parts, content, buffers),
+    { prompt: pulled, voice: pulled, values: pulled, chat: pulled, voices: pulled, faders: moved });
   const sizes = new ResizeObserver(() => strip.draw());
   sizes.observe(strip.box);
   el.replaceChildren(root);
@@ -252,9 +261,7 @@ function renderConsole({ model, el }) {
   talk.send("hello");
   return () => {
     talk.end();
-    traits.forEach((name) => model.off(`change:${name}`, pulled));
-    model.off("change:faders", moved);
-    model.off("msg:custom", heard);
+    unlisten();
     sizes.disconnect();
     untheme();
   };

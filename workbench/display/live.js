@@ -39,6 +39,35 @@ function liveTalk(model, silent) {
 const LIVE_SILENCE = "The kernel does not answer. If a cell is running, this goes on when the cell ends; if the kernel has stopped "
   + "or was restarted, run the cell that made this view again.";
 
+// messages to the kernel, with a sentence while it does not answer
+function liveTalkAloud(model, fail) {
+  let silence = false;
+  return liveTalk(model, (silent) => {
+    if (silent !== silence) fail(silent ? LIVE_SILENCE : "");
+    silence = silent;
+  });
+}
+
+// where a view says what happens, and what went wrong
+function liveSays() {
+  const status = make("span", { class: "lw-said", role: "status", "data-lw-status": true }, "Ready.");
+  const alert = make("span", { class: "lw-alert", role: "alert", "data-lw-error": true, hidden: true });
+  return { status, alert, say(text) { status.textContent = text; }, fail(text) { alert.textContent = text; alert.hidden = !text; } };
+}
+
+// heard(content, buffers) at every message, changes[trait]() at every change of a trait; returns what ends it
+function liveListen(model, heard, changes) {
+  const calls = [["msg:custom", heard], ...Object.entries(changes).map(([name, call]) => [`change:${name}`, call])];
+  for (const [event, call] of calls) model.on(event, call);
+  return () => { for (const [event, call] of calls) model.off(event, call); };
+}
+
+// a draw() that draws once a frame, however often it is called
+function liveFrames(el, drawNow) {
+  let waiting = 0;
+  return () => { waiting ||= requestAnimationFrame(() => { waiting = 0; try { drawNow(); } catch (error) { showError(el, error); } }); };
+}
+
 // one request as far as it is known here
 function liveStory(start) {
   return { ...start, texts: [], means: [], sources: [], leading: [], stats: null, ended: null };
@@ -74,6 +103,7 @@ function liveLead(means) {
 function liveKind(story, token) {
   if (!story.voice.adapters.length) return "plain";
   if (token >= story.means.length) return story.ended ? "none" : "pending";
+  if (story.leading[token].adapter < 0) return "none";
   return story.sources[token] === token ? "computed" : "reused";
 }
 
@@ -84,7 +114,7 @@ function liveSpoken(story, token) {
   if (order.length > LIVE_SPOKEN && means) order = order.sort((a, b) => means[b] - means[a]).slice(0, LIVE_SPOKEN);
   const rest = voice.adapters.length > order.length ? ` and ${voice.adapters.length - order.length} more` : "";
   const said = means ? order.map((i) => `${voice.adapters[i]} ${liveNumber(means[i], 2)}`).join(", ") + rest : "no scalings yet";
-  return `${place} “${(story.texts[token] ?? "").trim()}”: ${said}${means && voice.kind === "mixture" ? `, ${liveKind(story, token)}` : ""}`;
+  return `${place} “${(story.texts[token] ?? "").trim()}”: ${said}${means && voice.kind === "mixture" ? `, ${liveKind(story, token).replace("none", "no value")}` : ""}`;
 }
 
 // The answer as it is written. point(token or null) tells which one the mouse is on; marks: token -> what is said there.
@@ -251,8 +281,8 @@ function liveDrawBands(paper, story, theme, { first, shown, cell, at, height }) 
       paper.globalAlpha = 1;
     }
     paper.fillStyle = theme.muted;
-    const computed = liveKind(story, token) === "computed";
-    paper.fillRect(at(token), height - LIVE_FOOT + 2, computed ? cell : Math.max(cell / 2, 1), computed ? 2 : 1.5);
+    const kind = liveKind(story, token), computed = kind === "computed";
+    if (kind !== "none") paper.fillRect(at(token), height - LIVE_FOOT + 2, computed ? cell : Math.max(cell / 2, 1), computed ? 2 : 1.5);
   }
   const edge = at(story.promptTokens);
   if (story.promptTokens > first) {
