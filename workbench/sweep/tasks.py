@@ -48,7 +48,7 @@ class Prepared:
             self.close()
             raise
         weights = sum(each.numel() * each.element_size() for each in self.engine.model.model.parameters())
-        self.num_bytes = weights + self.engine.slots.num_bytes
+        self.num_bytes = weights + self.engine.slots.num_bytes + self.engine.adapters.host_bytes
 
     def close(self) -> None:
         """Let everything go."""
