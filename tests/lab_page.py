@@ -35,8 +35,8 @@ FINISHED = f"""([name, cells]) => {{ {_HERE}
     && (models.every((model) => model.executionCount) || models.some((model) => model.executionCount && failed(model)));
 }}"""
 OUTPUTS = """(i) => jupyterapp.shell.currentWidget.content.widgets[i].model.outputs?.toJSON() ?? []"""
-# what JupyterLab says of a kernel that is restarted
-JUPYTERS_OWN = ("Connection lost, reconnecting", "Could not restore the debugger state")
+# what JupyterLab says of a kernel that is restarted, and of a slow machine
+JUPYTERS_OWN = ("Connection lost, reconnecting", "Could not restore the debugger state", "ms to activate.")
 WATCH = """() => { window.lwSeen = [];
   jupyterapp.shell.currentWidget.sessionContext.statusChanged.connect((_, status) => lwSeen.push(status)); }"""
 STANDING = """() => { const panel = window.jupyterapp?.shell.currentWidget; return {

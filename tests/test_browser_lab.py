@@ -196,7 +196,7 @@ view
     assert page.run(2)[0]["text"] == "(3, 8) 20 who leads ('a', 'b') True\n"
 
 
-def test_a_restarted_kernel_is_told_on_the_page(open_notebook) -> None:
+def test_a_kernel_that_is_restarted_or_dies_is_told_on_the_page(open_notebook) -> None:
     page = open_notebook(
         """
 from workbench import explore
@@ -206,8 +206,10 @@ with engine.record("scalings") as recorder:
 explore(recorder.trace(done.request_id))
 """,
         'console(engine, "Who?", mixture="mix", max_tokens=8000, ignore_eos=True)',
+        "import os; os._exit(1)",
     )
-    page.run_all()
+    for index in (0, 1, 2):
+        page.run(index)
     desk = page.output(2).locator("[data-lw-console]")
     desk.locator("[data-lw-run]").click()
     desk.locator("[data-lw-text] [data-token]").nth(20).wait_for()
@@ -219,10 +221,13 @@ explore(recorder.trace(done.request_id))
         page.keep(f"restarted-{index}")
     desk.locator("[data-lw-stop]").click()
     page.until(lambda: "does not answer" in desk.locator("[data-lw-error]").inner_text())
-    page.run(0)
-    page.run(1)
-    page.run(2)
+    for index in (0, 1, 2):
+        page.run(index)
     assert page.page.locator("[data-lw-gone]").count() == 0
+    page.start(3)
+    page.page.get_by_role("dialog").get_by_role("button", name="Ok").click()
+    for index in (1, 2):
+        page.output(index).locator("[data-lw-gone]").wait_for()
 
 
 def test_two_widgets_run_on_one_engine_at_once(open_notebook) -> None:
@@ -306,11 +311,12 @@ sweep_view(pd.DataFrame({"k": [1, 1, 2, 2, 4, 4], "nll": [3.0, 3.2, 2.5, 2.4, 2.
 """,
     )
     page.run_all()
+    # room for the tallest: what is scrolled away is not painted
+    page.page.set_viewport_size({"width": 1280, "height": 1700})
     for scheme in ("Light", "Dark"):
         page.theme(scheme)
         for index in range(1, 7):
             out = page.output(index)
-            page.page.wait_for_timeout(100)
             out.locator(".lw, img, svg").first.wait_for()
             page.keep(f"gallery-{index}-{scheme.lower()}", out)
             for view in out.locator(".lw[data-theme]").all():

@@ -99,13 +99,18 @@ function followTheme(model, root, paint) {
     for (const [key, value] of Object.entries(theme)) if (!Array.isArray(value)) root.style.setProperty(`--lw-${key}`, value);
     paint(theme);
   };
-  const observer = new MutationObserver(repaint);
+  // Jupyter hides its page while it changes the theme, and shows it again before a ResizeObserver looks: what was painted
+  // in between was painted without a width
+  let later = 0;
+  const settle = (tries) => { later = setTimeout(() => (root.clientWidth ? repaint() : tries && settle(tries - 1)), 150); };
+  const observer = new MutationObserver(() => { repaint(); clearTimeout(later); settle(20); });
   observer.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind"] });
   const preference = matchMedia("(prefers-color-scheme: dark)");
   preference.addEventListener("change", repaint);
   model.on("change:theme", repaint);
   repaint();
   return () => {
+    clearTimeout(later);
     observer.disconnect();
     preference.removeEventListener("change", repaint);
     model.off("change:theme", repaint);

@@ -15,12 +15,8 @@ function exploreView(model, data, guard) {
   view.projection = model.get("projection") ?? "";
   view.layers = (model.get("layers") ?? []).join();
   view.scratch = make("canvas", { width: 1, height: 1 });
-  let frame = 0, later = 0, again = 0, tries = 0;
+  let frame = 0, later = 0;
   view.drawNow = () => guard(() => {
-    // Jupyter hides its page while it changes the theme, and shows it again before a ResizeObserver looks
-    tries = view.box.clientWidth ? 0 : tries + 1;
-    clearTimeout(again);
-    if (tries && tries < 10) again = setTimeout(view.draw, 200);
     drawExplore(view);
     // what is under a resting pointer has changed
     if (view.pointer && view.geometry) hoverExplore(view, placeOf(view, view.pointer));
@@ -34,7 +30,7 @@ function exploreView(model, data, guard) {
     if (view.mode === EVERY) return `${what}Every adapter, means ${view.filter.where === "at every site" ? "of each layer, the first on top" : `of each layer, ${view.filter.where}`}${panels && panels < view.filter.adapters.length ? ` (the ${panels} largest)` : ""}`;
     return index < 0 ? `${what}Who leads, ${view.filter.where} (stronger = larger value)` : `${what}${data.adapters[index]}, ${view.filter.where}`;
   };
-  view.leave = () => { cancelAnimationFrame(frame); clearTimeout(later); clearTimeout(again); view.leaveReadout(); view.leaveSelection(); view.questions?.end(); view.stopTheme(); };
+  view.leave = () => { cancelAnimationFrame(frame); clearTimeout(later); view.leaveReadout(); view.leaveSelection(); view.questions?.end(); view.stopTheme(); };
   return Object.assign(view, moves(view));
 }
 
