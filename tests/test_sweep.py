@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -23,6 +24,8 @@ from workbench.sweep import backends
 from workbench.sweep.backends import Here, Processes
 from workbench.sweep.grid import Grid
 from workbench.sweep.merging import merge
+from workbench.sweep.passages import switch_place
+from workbench.sweep.places import places_path, read_places
 from workbench.sweep.runner import sweep, wanted_units
 from workbench.sweep.store import Store, units_of
 
@@ -204,6 +207,55 @@ def test_a_full_disk_stops_the_sweep_and_loses_nothing(tmp_path, grid):
         run(store, measure=measure)
     assert len(store.finished()) == 2
     assert len(run(store).done) == 6 and rows_of(store) == EXPECTED
+
+
+def test_a_disk_that_fills_while_a_result_is_written_loses_that_unit_only(tmp_path, grid, monkeypatch):
+    store, written, write = Store(tmp_path, grid), [], Path.write_text
+
+    def fills(path, text, **options):
+        if path.name.startswith(".result.json"):
+            written.append(path)
+            if len(written) == 3:
+                raise OSError(28, "No space left on device")
+        return write(path, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", fills)
+    with pytest.raises(UserError, match="cannot write results at .*No space left on device; what is finished is kept"):
+        run(store)
+    monkeypatch.undo()
+    assert len(store.finished()) == 2 and not list(store.folder.glob("**/*.part"))
+    assert len(run(store).done) == 6 and rows_of(store) == EXPECTED
+
+
+def test_figures_that_json_has_no_word_for_fail_no_sweep(tmp_path, grid):
+    store = Store(tmp_path, grid)
+    run(store, measure=lambda point, repeat, folder: {"tok_s": float("nan"), "kl": float("inf")})
+    assert pd.read_parquet(store.table)[["tok_s", "kl"]].isna().all(axis=None)
+    other = Store(tmp_path / "other", grid)
+    report = run(other, measure=lambda point, repeat, folder: {"tok_s": object()})
+    assert len(report.failed) == 8 and "tok_s" in report.errors[report.failed[0]]
+
+
+def test_where_it_is_lost_is_one_small_table(tmp_path):
+    grid = Grid.of({"name": "lost", "repeats": 2, "fixed": {"task": "fidelity", "mode": "xlora"}, "axes": {
+        "texts": ["single", "switching"], "policy": ["exact", "lagged(1)"]}})  # fmt: skip
+
+    def measure(point, repeat, folder):
+        tokens = pd.DataFrame({"place": [0, 1, 0, 1], "kl": [0.0, 1.0, 0.0, 3.0], "top1": 1.0, "scalings_l1": 0.5,
+                               "passage": ["a", "a", "b", "b"], "switch_at": switch_place(point)})
+        tokens.to_parquet(folder / "tokens.parquet")
+        return {"kl": 1.0}
+
+    store = Store(tmp_path, grid)
+    run(store, measure=measure)
+    places = read_places(places_path(store))
+    # repeats score the same texts: one of them is enough
+    assert len(places) == 4 * 2 and places.kl.tolist() == [0.0, 2.0] * 4 and set(places.passages) == {2}
+    assert places[places.texts == "switching"].switch_at.tolist() == [32.0] * 4
+    assert places[places.texts == "single"].switch_at.isna().all() and read_places(tmp_path / "none") is None
+    toy = Store(tmp_path, Grid.of(GRID))
+    run(toy)
+    assert not places_path(toy).exists()
 
 
 def test_a_clock_that_jumps_changes_nothing(tmp_path, grid, monkeypatch):

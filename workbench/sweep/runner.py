@@ -146,10 +146,16 @@ def execute(store: Store, unit: Unit, measure: Callable[[PointSettings, int, Any
 
 
 def plain(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures as JSON has them: Python's numbers, None for what is no number or endless."""
+    """Return figures as JSON has them: Python's numbers, None for what is no number or endless.
+
+    Raises:
+        TypeError: a figure that is neither a number nor a word.
+    """
     found = {}
     for key, value in figures.items():
         number = value.item() if hasattr(value, "item") else value
+        if not isinstance(number, int | float | str | None):
+            raise TypeError(f"figure {key!r} is a {type(value).__name__}")
         found[key] = None if isinstance(number, float) and not math.isfinite(number) else number
     return found
 
