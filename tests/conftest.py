@@ -4,6 +4,7 @@ Triton decides whether to interpret when a kernel is decorated, so the variable 
 """
 
 import os
+import signal
 import socket
 from pathlib import Path
 
@@ -25,6 +26,9 @@ hypothesis.settings.load_profile("quick")
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    # a shell starts what runs in its background with Ctrl-C ignored, and many tests press it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

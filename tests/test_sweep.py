@@ -18,6 +18,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sweep_workers import deadly, figures, killed_once
 
 from workbench import UserError
 from workbench.sweep import backends
@@ -35,11 +36,6 @@ GRID = {"name": "toy", "repeats": 2, "axes": {"seed": [0, 1, 2, 3]}}
 @pytest.fixture
 def grid() -> Grid:
     return Grid.of(GRID)
-
-
-def figures(point, repeat, folder):
-    (folder / "kept.txt").write_text(f"{point.seed}")
-    return {"tok_s": 10.0 * point.seed + repeat}
 
 
 def run(store, units=None, measure=figures, **options):
@@ -267,29 +263,11 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path, grid, monkeypatch):
     assert ((frame.seconds >= 0) & (frame.seconds < 60)).all()
 
 
-def work_of(store, unit, threads, workers):
-    """A worker that measures nothing real."""
-    if unit.point.seed == 1 and not (store.out / "killed").exists():
-        (store.out / "killed").write_text("")
-        os.kill(os.getpid(), signal.SIGKILL)
-    from workbench.sweep.runner import execute
-
-    return unit, execute(store, unit, figures)
-
-
 def test_processes_give_the_same_and_survive_a_killed_worker(tmp_path, grid, monkeypatch):
-    monkeypatch.setattr(backends, "work", work_of)
+    monkeypatch.setattr(backends, "work", killed_once)
     store = Store(tmp_path, grid)
     report = sweep(store, units_of(grid), Processes(2, threads=1))
     assert (tmp_path / "killed").exists() and not report.failed and rows_of(store) == EXPECTED
-
-
-def deadly(store, unit, threads, workers):
-    if unit.point.seed == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    from workbench.sweep.runner import execute
-
-    return unit, execute(store, unit, figures)
 
 
 def test_a_unit_that_kills_its_workers_is_recorded_as_failed(tmp_path, monkeypatch):

@@ -87,4 +87,4 @@ def _sources(axes, y: float, num_adapters: int) -> None:
         plain(axes.text(x + 0.24, y, text, va="center", fontsize=7.4, color=LIGHT.muted))
     if num_adapters > 1:
         text = "letters: who leads, where they fit"
-        plain(axes.text(3 * 2.05 - 0.25, y, text, va="center", fontsize=7.4, color=LIGHT.muted))
+        plain(axes.text(3 * 2.05 + 0.12, y, text, va="center", fontsize=7.4, color=LIGHT.muted))
