@@ -198,6 +198,12 @@ def test_none_that_keeps_the_limit_is_said(run, monkeypatch):
     assert code == 1 and "none of these policies stays below KL 1e-14; the closest is exact, with up to" in out
 
 
+def test_exact_is_advised_where_nothing_cheaper_will_do(run, monkeypatch):
+    monkeypatch.setattr("workbench.sweep.advise.cheapest", lambda candidates, max_kl: candidates[0])
+    code, out, _ = run("--max-kl", 1e-14, "--texts", "switching", "--passages", 2)
+    assert code == 0 and "advice: exact - none of the others stays below KL 1e-14\n" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -127,6 +127,8 @@ def _verdict(advice: Advice) -> str:
         return (f"none of these policies stays below KL {advice.max_kl:g}; the closest is {closest.policy}, with up to "
                 f"{closest.kl_high:.2g}")
     best = advice.chosen
+    if best is advice.floor:
+        return f"advice: exact - none of the others stays below KL {advice.max_kl:g}"
     saved = 1 - best.forwards_per_token / advice.floor.forwards_per_token
     return (f"advice: {best.policy} - KL {best.kl:.2g} (up to {best.kl_high:.2g}) stays below {advice.max_kl:g}, with "
             f"{best.forwards_per_token:.2f} forwards per token, {saved:.0%} fewer than exact scalings")
