@@ -190,7 +190,7 @@ def legend(sheet: Sheet, names: Sequence[str], rows: tuple[int, ...], top: float
         swatch(axes, index, (x, y - 0.055), (0.17, 0.11))
         plain(axes.text(x + 0.24, y, drawable(text), va="center", fontsize=8))
     style = {"va": "center", "fontsize": 7.4, "color": LIGHT.muted}
-    sources = ("scalings computed", COMPUTED), ("reused", REUSED), ("none: no input, or no value", NO_SOURCE)
+    sources = ("scalings computed", COMPUTED), ("reused", REUSED), ("none, or no value", NO_SOURCE)
     for column, (text, kind) in enumerate(sources):
         x, y = (0, 1.35, 2.15)[column], lines * 0.2 + 0.1
         source_cell(axes, (x, y - 0.04), (0.17, 0.08), kind)
