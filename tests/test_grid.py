@@ -195,7 +195,10 @@ def test_files_that_are_no_grids(tmp_path):
             Grid.load(tmp_path / name)
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "experiments" / "grids").glob("*.toml")), ids=lambda path: path.stem)
+GRIDS = sorted((Path(__file__).parents[1] / "experiments" / "grids").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
 def test_every_grid_that_comes_with_the_workbench_is_right(path):
     grid = Grid.load(path)
     assert grid.question.endswith("?") and grid.name == path.stem and len(set(map(grid.label, grid.points))) == len(
