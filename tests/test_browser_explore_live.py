@@ -196,7 +196,7 @@ def test_a_kernel_that_does_not_answer_is_said_and_the_overview_stays(open_widge
     page.locator(".lw-explore-map").focus()
     for _ in range(8):
         page.keyboard.press("+")
-    page.wait_for_selector(".lw-silent:not(:empty)", timeout=8000)
+    page.wait_for_selector(".lw-silent:not(:empty)", timeout=30_000)
     said = page.locator(".lw-silent").inner_text()
     assert "The kernel does not answer: showing the overview" in said and "run the cell again" in said
     page.mouse.move(*place(page, visible(page)[0] + 3, site=5))
@@ -222,6 +222,6 @@ def test_another_request_of_a_run_is_picked_in_the_page(open_widget, tmp_path) -
     assert view.request == "req-2" and page.locator(".lw-adapters tbody tr").count() == 3
     assert page.locator(".lw").count() == 1
     page.get_by_label("Request").select_option("req-3 · demo · <b>Wer</b>")
-    page.wait_for_selector(".lw-silent:not(:empty)")
-    assert "no scalings in this trace to explore" in page.locator(".lw-silent").inner_text()
+    # on a slow machine the page may first be told that it asked for the old trace's tokens
+    page.wait_for_selector(".lw-silent:has-text('no scalings in this trace to explore')")
     assert page.get_by_label("Request").input_value().startswith("req-2") and view.request == "req-2"
