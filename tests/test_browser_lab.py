@@ -127,7 +127,10 @@ for piece in engine.stream("Who speaks", mixture="mix", max_tokens=8000, ignore_
 def test_a_console_streams_its_faders_act_and_stop_stops(open_notebook) -> None:
     page = open_notebook(
         """
+import time
 from workbench import console
+step = engine.step  # slowed down: a slow page must not come too late to stop it
+engine.step = lambda: (time.sleep(0.01), step())[1]
 desk = console(engine, "Who speaks at which token?", mixture="mix", max_tokens=8000, ignore_eos=True)
 desk
 """,
@@ -160,9 +163,11 @@ print(list(desk.history["adapter"].unique()))
 def slide(page: LabPage, desk, index: int, to: float) -> None:
     """Move a fader by its keys, from one end."""
     fader = desk.locator(f'[data-lw-fader="{index}"]')
+    # a change of mode goes through the kernel, and makes the faders anew
+    page.until(lambda: float(fader.get_attribute("max")) == abs(to))
     fader.focus()
     page.page.keyboard.press("End" if to > 0 else "Home")
-    assert float(fader.input_value()) == to
+    page.until(lambda: float(fader.input_value()) == to)
 
 
 def level(desk, index: int) -> float:
