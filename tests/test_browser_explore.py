@@ -37,6 +37,11 @@ PIXEL = """([x, y]) => {
   copy.drawImage(document.querySelector('.lw-stack canvas'), -x * devicePixelRatio, -y * devicePixelRatio);
   return [...copy.getImageData(0, 0, 1, 1).data].slice(0, 3);
 }"""
+AT_ONCE = """([kind, events]) => {
+  const target = document.querySelector(kind === 'wheel' ? '.lw-over' : '.lw-explore-map');
+  const Kind = kind === 'wheel' ? WheelEvent : KeyboardEvent;
+  for (const event of events) target.dispatchEvent(new Kind(kind, { ...event, bubbles: true, cancelable: true }));
+}"""
 FOCUSED = """() => {
   const node = document.activeElement, name = node.className || node.type || node.tagName;
   return [name, node.getAttribute('aria-label') ?? node.textContent, getComputedStyle(node).outlineWidth];
@@ -98,6 +103,27 @@ def test_pointing_reads_out_the_cell_and_its_colour_is_its_value(open_page, stat
         assert np.abs(np.array(drawn) - expected).max() <= 4
     page.mouse.move(2, 2)
     assert page.locator(".lw-tip").is_hidden()
+
+
+def test_keys_and_turns_of_the_wheel_within_one_frame_all_count(open_page, static: Path) -> None:
+    page = open_page(static)
+    page.locator(".lw-explore-map").focus()
+    first, last = visible(page)
+    page.evaluate(AT_ONCE, ["keydown", [{"key": "+"}] * 3])
+    settle(page)
+    zoomed = visible(page)
+    assert zoomed[1] - zoomed[0] == pytest.approx((last - first) / 1.6**3)
+    cell = page.evaluate(GEOMETRY)["cell"]
+    page.evaluate(AT_ONCE, ["wheel", [{"deltaX": 20}] * 3])
+    settle(page)
+    assert visible(page)[0] - zoomed[0] == pytest.approx(60 / cell)
+    x, y = place(page, zoomed[0] + 10)
+    before = page.evaluate(GEOMETRY)
+    page.evaluate(AT_ONCE, ["wheel", [{"deltaY": 100, "clientX": x, "clientY": y}] * 3])
+    settle(page)
+    after = page.evaluate(GEOMETRY)
+    assert after["cell"] == pytest.approx(before["cell"] * np.exp(-0.6))
+    assert place(page, zoomed[0] + 10)[0] == pytest.approx(x, abs=after["cell"])
 
 
 def test_the_wheel_zooms_about_the_pointer_once_the_map_has_the_focus(open_page, static: Path) -> None:

@@ -46,7 +46,7 @@ function moves(view) {
   const move = (place, announce) => {
     view.cursor = { ...view.cursor, ...place };
     view.hovered = null;
-    const g = view.geometry, { token } = view.cursor;
+    const g = view.geometry && aimed(view), { token } = view.cursor;
     if (g && (token < g.first || token + 1 > g.last)) goTo(token - (g.last - g.first) / 2, view.cell);
     refresh();
     if (announce) view.announce(spoken(view));
@@ -75,11 +75,11 @@ function selecting(view) {
 
 function zooming(view, goTo) {
   const zoomAbout = (token, factor) => {
-    const g = view.geometry, cell = clamp(g.cell * factor, g.fit, Math.max(g.fit, MAX_CELL));
+    const g = aimed(view), cell = clamp(g.cell * factor, g.fit, Math.max(g.fit, MAX_CELL));
     goTo(token - ((token - g.first) * g.cell) / cell, cell);
   };
   const zoomBy = (factor) => {
-    const { first, last } = view.geometry, { token } = view.cursor;
+    const { first, last } = aimed(view), { token } = view.cursor;
     zoomAbout(token >= first && token < last ? token + 0.5 : (first + last) / 2, factor);
   };
   const zoomToSelection = () => {
@@ -91,7 +91,7 @@ function zooming(view, goTo) {
 }
 
 function exploreKeys(view, event) {
-  const { token, site } = view.cursor, { sites } = view.filter, g = view.geometry, at = sites.indexOf(site), page = Math.max(1, Math.floor(0.9 * (g.last - g.first)));
+  const { token, site } = view.cursor, { sites } = view.filter, g = aimed(view), at = sites.indexOf(site), page = Math.max(1, Math.floor(0.9 * (g.last - g.first)));
   const end = view.data.numTokens - 1;
   const to = { ArrowLeft: token - 1, ArrowRight: token + 1, PageUp: token - page, PageDown: token + page, Home: 0, End: end }[event.key];
   const lines = { ArrowUp: Math.max(at - 1, 0), ArrowDown: Math.min(at + 1, sites.length - 1) }[event.key];
@@ -230,11 +230,12 @@ function pointing(view) {
     const isPinch = event.ctrlKey || event.metaKey, across = Math.abs(event.deltaX) > Math.abs(event.deltaY), unit = event.deltaMode === 1 ? 16 : 1;
     if (!isPinch && !across && !box.matches(":focus")) return;
     event.preventDefault();
-    if (across || event.shiftKey) view.goTo(view.geometry.first + (unit * (across ? event.deltaX : event.deltaY)) / view.geometry.cell, view.cell);
-    else view.zoomAbout(placeOf(view, event).exact, Math.exp(-unit * event.deltaY * (isPinch ? 0.01 : 0.002)));
+    const { first, cell, gutter } = aimed(view);
+    if (across || event.shiftKey) view.goTo(first + (unit * (across ? event.deltaX : event.deltaY)) / cell, cell);
+    else view.zoomAbout(first + (placeOf(view, event).x - gutter) / cell, Math.exp(-unit * event.deltaY * (isPinch ? 0.01 : 0.002)));
   }, { passive: false });
   const jump = (event) => {
-    const g = view.geometry, part = (event.clientX - mini.getBoundingClientRect().left) / g.plot;
+    const g = aimed(view), part = (event.clientX - mini.getBoundingClientRect().left) / g.plot;
     view.goTo(part * view.data.numTokens - (g.last - g.first) / 2, view.cell);
   };
   on(mini, "pointerdown", (event) => { mini.setPointerCapture?.(event.pointerId); jump(event); });

@@ -25,15 +25,20 @@ function pixelTables(data, theme) {
   return { scale, adapters: data.colours.map((colour) => table((part) => blend(page, rgb(colour), 0.06 + 0.94 * part))) };
 }
 
-function exploreGeometry(view) {
-  const { data, filter, mode } = view, width = view.box.clientWidth, gutter = width < 560 ? 84 : 124, plot = Math.max(40, width - gutter - 1);
+// the tokens asked for: those of the next frame, while `view.geometry` is what the last one drew
+function aimed(view) {
+  const { data } = view, width = view.box.clientWidth, gutter = width < 560 ? 84 : 124, plot = Math.max(40, width - gutter - 1);
   const fit = Math.min(plot / data.numTokens, MAX_CELL);
   view.cell = clamp(view.cell ?? fit, fit, Math.max(fit, MAX_CELL));
   view.first = clamp(view.first ?? 0, 0, Math.max(0, data.numTokens - plot / view.cell));
-  const cell = view.cell, labelled = cell >= 10, lead = labelled ? 92 : 20, means = lead + 26;
+  const { cell, first } = view;
+  return { width, gutter, plot, fit, cell, first, last: Math.min(data.numTokens, first + plot / cell) };
+}
+
+function exploreGeometry(view) {
+  const { filter, mode } = view, aim = aimed(view), { gutter, cell, first } = aim, labelled = cell >= 10, lead = labelled ? 92 : 20, means = lead + 26;
   const rowA = clamp(Math.floor(300 / filter.adapters.length), 2, 18), map = means + rowA * filter.adapters.length + 30;
-  const g = { width, gutter, plot, fit, cell, labelled, lead, means, rowA, map, first: view.first };
-  g.last = Math.min(data.numTokens, view.first + plot / cell);
+  const g = { ...aim, labelled, lead, means, rowA, map };
   if (mode === EVERY) {
     g.panels = panelsOf(view);
     g.rowB = clamp(Math.floor(96 / filter.layers.length), 1, 10);
@@ -44,7 +49,7 @@ function exploreGeometry(view) {
     g.rowB = rows <= 260 ? clamp(Math.floor(520 / rows), 2, 16) : 520 / rows;
     g.bottom = map + g.rowB * rows;
   }
-  return Object.assign(g, { height: Math.ceil(g.bottom) + 20, x: (token) => gutter + (token - view.first) * cell });
+  return Object.assign(g, { height: Math.ceil(g.bottom) + 20, x: (token) => gutter + (token - first) * cell });
 }
 
 // the places, in the filter, of the adapters that get a panel: all, or those with the largest shares
