@@ -20,8 +20,10 @@ from workbench.display.saving import save
 from workbench.display.sheet import DPI, styled
 
 CSS_PIXELS = 96  # to an inch
-FRAGMENT = """<figure class="lw-picture" style="margin:0">
-<img alt="{alt}" width="{width}" src="data:image/png;base64,{png}" style="max-width:100%;height:auto;background:{page}">
+# on a narrow screen it is scrolled sideways rather than made too small to read
+FRAGMENT = """<figure class="lw-picture" style="margin:0;overflow-x:auto">
+<img alt="{alt}" width="{width}" src="data:image/png;base64,{png}"
+style="max-width:max(100%,720px);height:auto;background:{page}">
 </figure>
 """
 
