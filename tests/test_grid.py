@@ -17,6 +17,7 @@ from workbench import UserError
 from workbench.sweep.grid import Grid
 from workbench.sweep.point import PointSettings
 from workbench.sweep.runner import wanted_units
+from workbench.sweep.shipped import results_folder, shipped_grids
 from workbench.sweep.store import units_of
 
 TOML = """
@@ -193,6 +194,24 @@ def test_files_that_are_no_grids(tmp_path):
     for name, said in mistakes.items():
         with pytest.raises(UserError, match=said):
             Grid.load(tmp_path / name)
+
+
+def test_a_shipped_grid_goes_by_its_name_unless_a_file_has_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert Grid.load("smoke").path == shipped_grids()["smoke"]
+    with pytest.raises(UserError, match="did you mean 'smoke'"):
+        Grid.load("smok")
+    Path("smoke").write_text(TOML)
+    assert Grid.load("smoke").question == "Which?"
+    assert (results_folder() / "frontier.parquet").is_file()
+
+
+def test_an_installed_package_brings_grids_and_results(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "workbench"
+    (package / "experiments" / "grids").mkdir(parents=True)
+    (package / "experiments" / "grids" / "own.toml").write_text(TOML)
+    monkeypatch.setattr("workbench.__file__", str(package / "__init__.py"))
+    assert Grid.load("own").name == "own" and results_folder() == package / "experiments" / "results"
 
 
 GRIDS = sorted((Path(__file__).parents[1] / "experiments" / "grids").glob("*.toml"))

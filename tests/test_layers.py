@@ -89,9 +89,13 @@ def test_every_package_is_shipped():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {path.parent for path in (ROOT / "workbench").rglob("__init__.py")}
     packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
-    # two folders of the repository ship under a package's name: the kernels' code, and the notebooks as data
-    assert set(settings["packages"]) == packages | {"lora_kernels", "workbench.notebooks"}
-    assert settings["package-dir"] == {"lora_kernels": "kernels", "workbench.notebooks": "notebooks"}
+    # folders of the repository that ship under a package's name: the kernels' code, and data
+    elsewhere = {
+        "lora_kernels": "kernels",
+        "workbench.experiments": "experiments",
+        "workbench.notebooks": "notebooks",
+    }
+    assert set(settings["packages"]) == packages | set(elsewhere) and settings["package-dir"] == elsewhere
 
 
 def test_every_static_file_of_the_display_is_shipped():

@@ -29,6 +29,7 @@ from typing import Any
 
 from workbench.errors import UserError, names, nearest
 from workbench.sweep.point import SETTINGS, PointSettings
+from workbench.sweep.shipped import shipped_grids
 
 _KEYS = ("name", "question", "repeats", "baseline", "fixed", "axes", "block")
 _BLOCK_KEYS = ("fixed", "axes")
@@ -59,12 +60,14 @@ class Grid:
 
     @classmethod
     def load(cls, path: str | Path) -> Grid:
-        """Read a grid.
+        """Read a grid: a TOML file, or the name of one that comes with the workbench.
 
         Raises:
             UserError: no such file, no TOML, an unknown key, or a point that contradicts itself.
         """
         path = Path(path)
+        if not path.exists():
+            path = shipped_grids().get(str(path), path)
         try:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
         except UnicodeDecodeError:
@@ -225,4 +228,6 @@ def _spellings(value: Any) -> set[str]:
 
 def _other_grids(path: Path) -> str:
     found = sorted(each.name for each in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+    if path.name == str(path):
+        found += shipped_grids()
     return nearest(path.name, found) if found else ""
