@@ -87,6 +87,30 @@ def test_an_id_is_the_content_however_it_was_written():
     assert of().id == "377f2f05aa56"
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"mode": "xlora", "policy": "lagged( 1 )"}, {"mode": "xlora", "policy": "lagged(1)"}),
+        ({"arrivals": "poisson", "rate": 2}, {"arrivals": "poisson", "rate": 2.0}),
+        ({"arrivals": "gamma", "rate": 2, "cv": 1}, {"arrivals": "gamma", "rate": 2.0, "cv": 1.0}),
+        ({"slo_ttft_ms": 200, "slo_time_per_token_ms": 9}, {"slo_ttft_ms": 200.0, "slo_time_per_token_ms": 9.0}),
+        ({"mode": "lora", "popularity": "zipf:1.50"}, {"mode": "lora", "popularity": "zipf:1.5"}),
+        ({"mode": "lora", "rank": [8, 8]}, {"mode": "lora", "rank": 8}), ({"tokens": [9, 9]}, {"tokens": 9}),
+    ],
+)  # fmt: skip
+def test_what_is_written_in_two_ways_has_one_id(one, other):
+    assert of(**one).id == of(**other).id and of(**one) == of(**other)
+    assert len(Grid.of({"block": [{"fixed": one}, {"fixed": other}]}).points) == 1
+    assert PointSettings.of(of(**one).settings, "again").id == of(**one).id
+
+
+def test_a_rate_is_found_and_shown_however_it_was_written():
+    grid = Grid.of({"fixed": {"arrivals": "poisson"}, "axes": {"rate": [0.5, 1, 2.0]}})
+    assert [grid.label(point) for point in grid.points] == ["rate=0.5", "rate=1", "rate=2"]
+    for wanted in ("1", "1.0"):
+        assert grid.only(f"rate={wanted}") == (grid.points[1],)
+
+
 @given(st.lists(st.integers(1, 10**6), min_size=2, max_size=8, unique=True))
 def test_different_settings_have_different_ids(values):
     assert len({of(tokens=value + 1).id for value in values}) == len(values)
@@ -157,6 +181,9 @@ def test_a_mistake_in_a_grid_is_named(data, said):
         ({"mode": "lora", "mixture": "demo"}, "'mixture' would be ignored"),
         ({"mode": "xlora", "adapters": 4}, "'adapters' would be ignored"),
         ({"mode": "xlora", "popularity": "skewed"}, "'popularity' would be ignored"),
+        ({"mode": "lora", "popularity": "unifrom"}, "popularity must be one of .* did you mean 'uniform'"),
+        ({"mode": "lora", "popularity": "zipf:-1"}, "popularity must be one of"),
+        ({"concurrency": 100, "max_requests": 64}, "concurrency is 100, but max_requests lets only 64 run at once"),
         ({"mode": "merged", "popularity": "skewed"}, "'popularity' would be ignored"),
         ({"mode": "xlora", "policy": "exact", "tgt_non_granular_index": 1}, "not both"),
         ({"mode": "xlora", "policy": "exat"}, "did you mean 'exact'"),

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from sweep_problem import point_of, write_shelf
 
 from workbench import UserError
+from workbench.config import EngineConfig
 from workbench.sweep import tasks
-from workbench.sweep.tasks import Engines, Prepared, engine_key, memory_bytes, num_slots
+from workbench.sweep.tasks import Engines, Prepared, engine_key, engine_options, memory_bytes, num_slots
 
 pytestmark = pytest.mark.filterwarnings("ignore:the mixture was made for base")
 
@@ -57,6 +58,30 @@ def test_the_budget_holds_and_one_engine_always_fits(asked, budget, size):
         assert not given.is_closed and given.point == base(number)
         held = [each for each in made if not each.is_closed]
         assert len(held) * size <= max(budget, size) and len({each.point for each in held}) == len(held)
+
+
+@given(st.integers(1, 2000), st.none() | st.integers(1, 2000))
+def test_an_engine_runs_as_many_requests_at_once_as_its_point_says(concurrency, most):
+    given_ = {"concurrency": concurrency} | ({} if most is None else {"max_requests": most})
+    if most is not None and most < concurrency:
+        with pytest.raises(UserError, match=f"max_requests lets only {most} run at once"):
+            point_of(mode="base", **given_)
+        return
+    config = EngineConfig().change(**engine_options(point_of(mode="base", **given_)))
+    assert config.max_requests >= concurrency and config.max_rows_per_step >= 2 * concurrency
+    # nobody who says less gets another engine
+    assert most is not None or concurrency > 64 or config == EngineConfig().change(**point_of(mode="base").engine)
+    assert point_of(mode="base", max_rows_per_step=32, concurrency=900).engine["max_rows_per_step"] == 32
+
+
+def test_only_the_first_engine_of_a_process_has_its_memory_for_itself():
+    engines = Engines(Made, budget_bytes=10)
+    engines.get(base(0))
+    engines.get(base(0))
+    assert engines.is_first
+    # the other is closed, but who knows what it left behind
+    engines.get(base(1))
+    assert not engines.is_first
 
 
 def test_an_engine_that_cannot_be_made_leaves_the_others_alone():
@@ -125,6 +150,10 @@ def test_every_mode_is_prepared_measured_and_let_go(shelf, tmp_path, settings, m
     point = point_of(**{"base": str(shelf / "tiny"), **small, **settings})
     figures = tasks.measure(point, 0, tmp_path)
     assert figures["generated_tokens"] == 6 and figures["tok_s"] > 0
+    assert figures["running_peak"] == 3 and figures["kv_peak_bytes"] > 0
+    assert figures["peak_bytes"] > figures["model_bytes"] > 0
+    # of a base alone there is nothing in slots
+    assert (figures["slots_bytes"] > 0) == (point.mode != "base")
     (prepared,) = tasks._engines._kept.values()
     assert prepared.num_bytes > 0 and len(prepared.adapters) == (point.adapters or 0) * (point.mode != "xlora")
     folder = prepared._files.name

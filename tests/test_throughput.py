@@ -10,13 +10,26 @@ import dataclasses
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sweep_problem import ended, point_of, prepared_on, write_shelf
 
+from workbench.adapters.types import LoRAConfig
 from workbench.instrument.run import open_run
-from workbench.sweep import throughput
+from workbench.sweep import synthetic, throughput
 from workbench.sweep.checking import CheckFailed
-from workbench.sweep.throughput import by_adapter, counts, fairness, goodput, latencies, measure_throughput
+from workbench.sweep.memory import held_bytes, watched_peaks
+from workbench.sweep.throughput import (
+    by_adapter,
+    counts,
+    fairness,
+    goodput,
+    latencies,
+    measure_throughput,
+    of_many_adapters,
+)
 from workbench.sweep.throughput import require_right as checked
+from workbench.sweep.traffic import Arrival, serve
 from workbench.xlora.policy import non_granular
 
 
@@ -119,20 +132,22 @@ def test_a_point_is_measured_on_an_engine(shelf, tmp_path, policy):
     point = point_of(mode="xlora", policy=policy, concurrency=2, requests=3, prompt_tokens=20, tokens=[3, 5],
                      slo_ttft_ms=1e6, prefix_cache=True)  # fmt: skip
     repeats = []
-    for repeat in range(2):
-        folder = tmp_path / str(repeat)
+    for number in range(2):
+        folder = tmp_path / str(number)
         folder.mkdir()
-        repeats.append(measure_throughput(point, repeat, prepared, folder))
+        repeats.append(measure_throughput(point, 1, prepared, folder))
         requests = open_run(folder / "run").requests
         assert requests.completion_tokens.sum() == repeats[-1]["generated_tokens"] and set(requests.mixture) == {"mix"}
         assert pd.read_parquet(folder / "adapters.parquet").requests.tolist() == [3]
     first, second = repeats
-    # each repeat begins cold, and does the same work
+    # each time begins cold, and what has the same repeat does the same work
     work = ("forwards", "rows", "scaling_rows", "scalings_computed", "scalings_reused", "generated_tokens",
-            "forwards_per_token", "cached_tokens")  # fmt: skip
+            "forwards_per_token", "cached_tokens", "adapters_used", "kv_peak_bytes", "running_peak")  # fmt: skip
     assert {key: first[key] for key in work} == {key: second[key] for key in work} and first["cached_tokens"] == 0
     assert first["slo_share"] == 1 and 0 < first["ttft_ms_p50"] <= first["ttft_ms_p99"] and first["fairness"] == 1
-    assert all(np.isfinite(value) for value in first.values())
+    assert first["adapters_used"] == 2 and first["running_peak"] == 2
+    # who does not know that the process holds this engine only says nothing of the process
+    assert np.isnan(first.pop("peak_bytes")) and all(np.isfinite(value) for value in first.values())
 
 
 @pytest.mark.filterwarnings("ignore:the mixture was made for base")
@@ -150,3 +165,87 @@ def test_wrong_tokens_are_found_before_anything_is_timed(shelf, tmp_path, monkey
     with pytest.raises(CheckFailed, match="has 4 tokens, not 3"):
         measure_throughput(point, 0, prepared, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@given(st.lists(st.sampled_from([None, *"abcdefghijkl"]), min_size=1, max_size=40), st.integers(1, 12))
+def test_what_is_checked_covers_as_many_adapters_as_it_can(names, most):
+    arrivals = [Arrival(None, [number], 2, {} if name is None else {"adapter": name})
+                for number, name in enumerate(names)]
+    found = of_many_adapters(arrivals, most)
+    assert len(found) == min(most, len(names)) and [each for each in arrivals if each in found] == found
+    assert len({each.options.get("adapter") for each in found}) == min(most, len(set(names)))
+
+
+LORA = {"mode": "lora", "adapters": 12, "rank": 2, "prompt_tokens": 4, "tokens": 2}
+
+
+def with_adapters(shelf, folder, slots):
+    """Return an engine with twelve adapters."""
+    prepared = prepared_on(shelf, lora=LoRAConfig(max_num_loras=slots))
+    sources = synthetic.write_adapters(folder, prepared.engine.model.targets, 12, 2)
+    prepared.adapters = synthetic.load_adapters(prepared.engine, sources)
+    return prepared
+
+
+@pytest.fixture(scope="module")
+def adapted(shelf, tmp_path_factory):
+    return with_adapters(shelf, tmp_path_factory.mktemp("own"), 16)
+
+
+@pytest.mark.filterwarnings("ignore:the mixture was made for base")
+def test_no_adapter_comes_into_its_slot_while_it_is_timed(adapted, tmp_path):
+    few = point_of(**LORA, popularity="uniform", concurrency=4, requests=14)
+    for repeat in range(2):
+        figures = measure_throughput(few, repeat, adapted, tmp_path / str(repeat))
+        used = pd.read_parquet(tmp_path / str(repeat) / "adapters.parquet").name
+        assert figures["slot_loads"] == 0 and figures["adapters_used"] == len(used) > 4
+    every = point_of(**LORA, popularity="distinct", concurrency=4, requests=14)
+    assert measure_throughput(every, 0, adapted, tmp_path / "2")["adapters_used"] == 12
+    one = point_of(**LORA, popularity="identical", requests=3)
+    assert measure_throughput(one, 0, adapted, tmp_path / "3")["adapters_used"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:the mixture was made for base")
+def test_what_a_unit_finds_in_its_slots_does_not_depend_on_what_ran_before(shelf, tmp_path):
+    prepared = with_adapters(shelf, tmp_path / "own", 3)
+    points = {popularity: point_of(**LORA, popularity=popularity, concurrency=1, requests=9, slots=3)
+              for popularity in ("uniform", "zipf:1.5", "identical", "half_base")}  # fmt: skip
+    loads = {}
+    for place, key in enumerate([*points, *reversed(points), "uniform", "half_base", "identical", "zipf:1.5"]):
+        found = measure_throughput(points[key], 1, prepared, tmp_path / str(place))
+        assert loads.setdefault(key, found["slot_loads"]) == found["slot_loads"], key
+    # of three adapters in twelve, few are found again; the one that all ask for is there
+    assert loads["uniform"] >= 4 and loads["identical"] == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=6), st.sampled_from([None, 1]))
+def test_the_most_kv_is_that_of_what_runs_at_once(adapted, sizes, concurrency):
+    engine = adapted.engine
+    arrivals = [Arrival(None, [5] * prompt, tokens) for prompt, tokens in sizes]
+    with watched_peaks(engine) as peaks:
+        serve(engine, arrivals, concurrency)
+    block = engine.memory.pool.shape.block_bytes
+    # the last token is never an input, and takes no place; a block has 16
+    needed = [-(-(prompt + tokens - 1) // 16) * block for prompt, tokens in sizes]
+    assert max(needed) <= peaks.kv_bytes <= (sum(needed) if concurrency is None else max(needed))
+    assert peaks.running == (concurrency or len(sizes))
+    assert not engine.model.model.base_model._forward_pre_hooks
+    if len(sizes) == 1 or concurrency == 1:
+        assert peaks.kv_bytes == max(needed)
+
+
+def test_an_engine_s_bytes_are_its_own(shelf):
+    one = prepared_on(shelf).engine
+    before, other = held_bytes(one), prepared_on(shelf).engine
+    weights = sum(each.numel() * each.element_size() for each in one.model.model.parameters())
+    assert held_bytes(one) == before == held_bytes(other) and weights <= before["model_bytes"] < 1.1 * weights
+    assert before["slots_bytes"] == one.counters()["slot_bytes"] > 0
+
+
+@pytest.mark.parametrize(("is_reset", "is_alone"), [(True, True), (True, False), (False, True)])
+def test_the_process_s_memory_counts_only_where_it_is_this_engine_s(adapted, tmp_path, monkeypatch, is_reset, is_alone):
+    monkeypatch.setattr(throughput, "reset_peak", lambda device: is_reset)
+    monkeypatch.setattr(throughput, "peak_bytes", lambda device: 1234)
+    point = point_of(mode="base", requests=1, prompt_tokens=4, tokens=2)
+    found = measure_throughput(point, 0, adapted, tmp_path, is_alone=is_alone)["peak_bytes"]
+    assert found == 1234 if is_reset and is_alone else np.isnan(found)

@@ -65,12 +65,77 @@ def test_equal_points_see_equal_requests(engine, seed, requests):
     ]
 
 
+ADAPTED = {"mode": "lora", "requests": 40, "adapters": 12, "prompt_tokens": [2, 9], "tokens": [2, 5]}
+MANY = [f"adapter-{number}" for number in range(12)]
+
+
+def chosen(engine, names=MANY, repeat=0, **settings):
+    point = point_of(**{**ADAPTED, "adapters": len(names), **settings})
+    return [each.options.get("adapter") for each in traffic(point, engine, names, None, repeat)]
+
+
+def runs(order) -> int:
+    """Return how many times the next one differs, and one."""
+    return 1 + sum(one != other for one, other in zip(order, order[1:], strict=False))
+
+
+@given(seed=st.integers(0, 2**31), repeat=st.integers(0, 9))
+def test_no_popularity_sorts_its_arrivals(engine, seed, repeat):
+    for popularity in ("skewed", "uniform", "distinct", "zipf:1.5", "half_base"):
+        order = chosen(engine, seed=seed, repeat=repeat, popularity=popularity)
+        # grouped, they have a run for each adapter: here at least one more, for 40 requests many more
+        assert runs(order) > len(set(order)) + 2, popularity
+    assert len(set(chosen(engine, seed=seed, popularity="identical"))) == 1
+
+
+@given(seed=st.integers(0, 2**31), repeat=st.integers(0, 9), count=st.integers(1, 30), requests=st.integers(1, 60))
+def test_distinct_is_as_different_as_possible_at_any_moment(engine, seed, repeat, count, requests):
+    names = [f"adapter-{number}" for number in range(count)]
+    order = chosen(engine, names, repeat, seed=seed, requests=requests, popularity="distinct")
+    for start in range(requests):
+        window = order[start : start + count]
+        assert len(set(window)) == len(window)
+
+
+def test_uniform_draws_each_request_s_adapter_from_all_of_them(engine):
+    names = [f"adapter-{number}" for number in range(50)]
+    drawn = [chosen(engine, names, repeat, popularity="uniform") for repeat in range(60)]
+    counts = np.array([sum(order.count(name) for order in drawn) for name in names])
+    # 2400 draws, 48 of each, standard deviation 6.9: chi square has 49 degrees of freedom, standard deviation 9.9
+    assert counts.min() > 0 and 49 - 45 < ((counts - 48) ** 2 / 48).sum() < 49 + 45
+    # independent: of 40 draws from 50 some meet again, which dealing evenly never does
+    assert np.mean([len(set(order)) for order in drawn]) == pytest.approx(50 * (1 - (1 - 1 / 50) ** 40), abs=1.5)
+    assert len({tuple(order) for order in drawn}) == 60
+    assert chosen(engine, names, popularity="uniform") != chosen(engine, names, popularity="distinct")
+
+
+@given(seed=st.integers(0, 2**31), repeat=st.integers(0, 5))
+def test_repeats_draw_anew_and_points_that_share_settings_share_draws(engine, seed, repeat):
+    def of(repeat=repeat, **settings):
+        point = point_of(**{**ADAPTED, "arrivals": "poisson", "rate": 2.0, "seed": seed, **settings})
+        return traffic(point, engine, MANY, "mix", repeat)
+
+    def parts(found, *keys):
+        return [[getattr(each, key) for each in found] for key in keys]
+
+    one, other = of(), of(repeat + 1)
+    for key in ("at_s", "prompt", "tokens", "options"):
+        assert parts(one, key) != parts(other, key), key
+    assert of() == one
+    base = of(mode="base", adapters=None)
+    assert parts(base, "at_s", "prompt", "tokens") == parts(one, "at_s", "prompt", "tokens")
+    # twice the rate is the same arrivals in half the time; other lengths are no reason for other times or adapters
+    assert parts(of(rate=4.0), "at_s")[0] == pytest.approx([each.at_s / 2 for each in one])
+    assert parts(of(prompt_tokens=5, tokens=3), "at_s", "options") == parts(one, "at_s", "options")
+    assert parts(of(popularity="zipf:1.5"), "at_s", "prompt", "tokens") == parts(one, "at_s", "prompt", "tokens")
+
+
 def test_each_mode_says_what_its_requests_run_on(engine):
     def options(**settings):
         return [each.options for each in traffic(point_of(requests=4, **settings), engine, NAMES, "mix")]
 
     assert options(mode="base") == [{}] * 4
-    assert {each["adapter"] for each in options(mode="lora", adapters=3)} == set(NAMES)
+    assert {each["adapter"] for each in options(mode="lora", adapters=3, popularity="distinct")} == set(NAMES)
     assert options(mode="xlora", policy="lagged(1)") == [{"mixture": "mix", "policy": "lagged(1)"}] * 4
     merged = options(mode="merged", adapters=3)[0]["merged_adapters"]
     assert merged["ids"] == NAMES and sum(merged["weights"]) == pytest.approx(1)

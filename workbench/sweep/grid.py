@@ -223,6 +223,8 @@ def _require_keys(data: Mapping[str, Any], known: tuple[str, ...], where: str) -
 def _spellings(value: Any) -> set[str]:
     """Return how a value may be written in a filter: as Python shows it, as TOML writes it."""
     said = {str(value), json.dumps(value), json.dumps(value, separators=(",", ":"))}
+    if isinstance(value, float) and value.is_integer():
+        said.add(str(int(value)))
     return said | ({"none"} if value is None else set())
 
 

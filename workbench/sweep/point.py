@@ -18,6 +18,7 @@ from typing import Any
 from workbench.config import ATTENTION, DTYPES, require_choice
 from workbench.errors import UserError, names, nearest
 from workbench.sweep.plan import MODES
+from workbench.sweep.synthetic import popularity_named
 from workbench.xlora.policy import exact, non_granular, policy_named
 
 TASKS = ("throughput", "fidelity")
@@ -41,7 +42,7 @@ class PointSettings:
         mode: base, lora (an adapter each), merged (all adapters in equal parts) or xlora.
         adapters: how many synthetic adapters there are, for lora and merged.
         rank: theirs; a list is dealt out in turn, so that one batch holds several ranks.
-        popularity: which adapter each request uses; see `lora_kernels.problems`.
+        popularity: which adapter each request uses; see `synthetic.draw_adapters`.
         slots: adapters that can run at once.
         mixture: "demo", "synthetic", a folder or a Hub id, for xlora.
         policy: its reuse policy by name, "exact" or "non_granular(4)".
@@ -55,7 +56,7 @@ class PointSettings:
         slo_ttft_ms, slo_time_per_token_ms: what a request must keep to count for goodput.
         texts: a set of texts that comes with the demo, or a file, for fidelity.
         passages, passage_tokens, prefix_tokens: how many texts, how long, and how much of each is the prompt.
-        seed: of prompts, adapters, popularity and arrivals.
+        seed: of adapters and, with the repeat, of prompts, popularity and arrivals.
         folder: where the point was said: files are named from there. No setting: it decides nothing.
     """
 
@@ -146,7 +147,8 @@ class PointSettings:
 
     def label(self, keys: Sequence[str]) -> str:
         """Return what distinguishes it among points that differ in `keys`."""
-        said = self.settings
+        said = {key: int(value) if isinstance(value, float) and value.is_integer() else value
+                for key, value in self.settings.items()}
         return " ".join(f"{key}={said[key]}" for key in keys if key in said) or self.mode
 
     def _check(self, where: str) -> None:
@@ -165,7 +167,7 @@ class PointSettings:
                            ("kv_bytes", 1), ("seed", 0)):  # fmt: skip
             _require(where, key, getattr(self, key), lambda value, least=least: _is_whole(value, least),
                      f"a whole number of at least {least}")
-        for key in ("rate", "cv", "slo_ttft_ms", "slo_time_per_token_ms"):
+        for key in _FLOATS:
             _require(where, key, getattr(self, key), _is_positive, "a number above 0")
         _require(where, "rank", self.rank, lambda value: all(_is_whole(one, 1) for one in _listed(value)),
                  "a rank of at least 1, or a list of them")
@@ -221,6 +223,11 @@ class PointSettings:
                 self._refuse(where, f"{arrivals!r} arrivals do not read it", key)
             elif getattr(self, key) is None and key != "concurrency":
                 raise UserError(f"{where}: {arrivals!r} arrivals need {key!r}")
+        if self.concurrency and self.max_requests and self.concurrency > self.max_requests:
+            raise UserError(f"{where}: concurrency is {self.concurrency}, but max_requests lets only "
+                            f"{self.max_requests} run at once; raise it, or leave it out")
+        if self.popularity is not None:
+            _named(where, lambda: popularity_named(self.popularity))
         if arrivals == "trace":
             self._refuse(where, "the trace says it", "requests", "prompt_tokens", "tokens", "popularity")
 
@@ -242,18 +249,19 @@ class PointSettings:
             wanted |= {"mixture": "demo", "policy": exact().name}
         if self.task == "throughput":
             if (self.arrivals or "closed") == "closed":
-                wanted["concurrency"] = 8
+                wanted["concurrency"] = min(8, self.max_requests or 8)
             if self.arrivals == "trace":
                 wanted = {key: wanted[key] for key in wanted if key not in ("requests", "prompt_tokens", "tokens")}
             elif self.requests is None and self.concurrency is not None:
                 wanted["requests"] = self.concurrency
         for key, value in wanted.items():
             values[key] = value if values[key] is None else values[key]
-        return PointSettings(**values)
+        return PointSettings(**{key: _canonical(key, value) for key, value in values.items()})
 
 
 SETTINGS = tuple(item.name for item in fields(PointSettings) if item.compare)
 _ADAPTED_DEFAULTS = {"adapters": 4, "rank": 8}
+_FLOATS = ("rate", "cv", "slo_ttft_ms", "slo_time_per_token_ms")
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "throughput": {"arrivals": "closed", "requests": 8, "prompt_tokens": 32, "tokens": 32},
     "fidelity": {"texts": "single", "passages": 8, "passage_tokens": 128, "prefix_tokens": 32},
@@ -265,6 +273,20 @@ def _named(where: str, make: Any) -> str:
         return make()
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
+
+
+def _canonical(key: str, value: Any) -> Any:
+    """Return a checked value as ids have it, however it was written: 1 and 1.0, 8 and [8, 8], names with spaces."""
+    if key == "policy" and value is not None:
+        return policy_named(value).name
+    if key == "popularity" and value is not None:
+        return popularity_named(value)
+    if isinstance(value, tuple):
+        plain = tuple(int(one) for one in value)
+        return plain[0] if len(set(plain)) == 1 else plain
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value) if key in _FLOATS else int(value)
+    return value
 
 
 def _require(where: str, key: str, value: Any, fits: Any, expected: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -160,9 +161,10 @@ def write_mixture(
 
 
 def adapter_of_each(popularity: str, num_requests: int, num_adapters: int, seed: int = 0) -> tuple[int, ...]:
-    """Return which adapter each request uses, below `num_adapters`, or -1 for the base.
+    """Return which adapter each request of one batch uses, below `num_adapters`, or -1 for the base.
 
-    As `lora_kernels.problems.slots_for`, but for "uniform": it deals the requests evenly over all adapters.
+    As `lora_kernels.problems.slots_for`, but for "uniform": it deals the requests evenly over all adapters. For
+    requests that come one after another see `draw_adapters`.
 
     Raises:
         UserError: an unknown popularity, or "distinct" with fewer adapters than requests.
@@ -178,6 +180,47 @@ def adapter_of_each(popularity: str, num_requests: int, num_adapters: int, seed:
         return slots_for(kind, num_requests, num_adapters, seed)
     except ValueError as error:
         raise UserError(str(error).removeprefix("slots_for: ")) from None
+
+
+def draw_adapters(
+    popularity: str, num_requests: int, num_adapters: int, random: np.random.Generator
+) -> tuple[int, ...]:
+    """Return which adapter each of a sweep's requests uses, in the order of arrival: below `num_adapters`, or -1.
+
+    Arrivals of one adapter do not lie together, unlike the rows of a kernel's problem.
+
+    Args:
+        popularity: identical: all use adapter 0; uniform: each request draws among all adapters; distinct: as
+            different as possible: all adapters in a drawn order, again and again; half_base: half the requests
+            (rounded up) are the base's, the rest uniform; skewed, zipf:S, all_base: as many of each as
+            `lora_kernels.problems.slots_for` has, in a drawn order.
+        num_requests: how many.
+        num_adapters: at least 1.
+        random: where draws come from.
+
+    Raises:
+        UserError: an unknown popularity.
+    """
+    if popularity == "uniform":
+        return tuple(random.integers(num_adapters, size=num_requests).tolist())
+    if popularity == "distinct":
+        return tuple(np.resize(random.permutation(num_adapters), num_requests).tolist())
+    if popularity == "half_base":
+        slots = [*draw_adapters("uniform", num_requests // 2, num_adapters, random), *[-1] * -(-num_requests // 2)]
+    else:
+        slots = adapter_of_each(popularity, num_requests, num_adapters, int(random.integers(2**31)))
+    return tuple(random.permutation(slots).tolist())
+
+
+def popularity_named(text: str) -> str:
+    """Return a popularity as it is written in ids: "zipf:1.50" is "zipf:1.5".
+
+    Raises:
+        UserError: an unknown one.
+    """
+    adapter_of_each(text, 1, 1)
+    kind, colon, power = text.partition(":")
+    return f"{kind}:{float(power)}" if colon else text
 
 
 def random_prompts(count: int, num_tokens: int, vocab_size: int, seed: int = 0) -> list[list[int]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.sweep.memory import held_bytes
 from workbench.sweep.point import ADAPTED, PointSettings
 
 if TYPE_CHECKING:
@@ -47,8 +48,7 @@ class Prepared:
         except BaseException:
             self.close()
             raise
-        weights = sum(each.numel() * each.element_size() for each in self.engine.model.model.parameters())
-        self.num_bytes = weights + self.engine.slots.num_bytes + self.engine.adapters.host_bytes
+        self.num_bytes = sum(held_bytes(self.engine).values())
 
     def close(self) -> None:
         """Let everything go."""
@@ -63,10 +63,10 @@ class Prepared:
         ranks = point.rank if isinstance(point.rank, tuple) else (point.rank or LoRAConfig.max_lora_rank,)
         lora = LoRAConfig(max_num_loras=num_slots(point), max_lora_rank=max(LoRAConfig.max_lora_rank, *ranks))
         if point.mode == "xlora" and point.mixture != SYNTHETIC:
-            self.engine = Engine.from_mixture(point.mixture, name=MIXTURE, lora=lora, **point.engine)
+            self.engine = Engine.from_mixture(point.mixture, name=MIXTURE, lora=lora, **engine_options(point))
             self.mixture = MIXTURE
         else:
-            self.engine = Engine(lora=lora, **point.engine)
+            self.engine = Engine(lora=lora, **engine_options(point))
 
     def _load(self, point: PointSettings) -> None:
         from workbench.sweep.synthetic import load_adapters, write_adapter, write_mixture
@@ -87,6 +87,18 @@ class Prepared:
                 for i in range(point.adapters)
             }
             self.adapters = load_adapters(engine, sources)
+
+
+def engine_options(point: PointSettings) -> dict[str, Any]:
+    """Return the settings of a point's engine: those it says, and room for as many requests as it runs at once."""
+    from workbench.config import EngineConfig
+
+    needed = {}
+    if point.concurrency is not None:
+        # an X-LoRA request that generates has two rows in a step
+        needed = {"max_requests": point.concurrency, "max_rows_per_step": 2 * point.concurrency}
+    raised = {key: value for key, value in needed.items() if value > getattr(EngineConfig, key)}
+    return {**raised, **point.engine}
 
 
 def num_slots(point: PointSettings) -> int:
@@ -110,7 +122,7 @@ class Engines:
     """
 
     def __init__(self, make: Callable[[PointSettings], Any] = Prepared, budget_bytes: float | None = None):
-        self._make, self._kept = make, OrderedDict()
+        self._make, self._kept, self._num_made = make, OrderedDict(), 0
         self._budget = memory_bytes() * _SHARE if budget_bytes is None else budget_bytes
 
     def get(self, point: PointSettings) -> Any:
@@ -120,9 +132,15 @@ class Engines:
             # room for one more like the largest, before it is loaded
             while self._kept and self._held() + max(each.num_bytes for each in self._kept.values()) > self._budget:
                 self._kept.popitem(last=False)[1].close()
+            self._num_made += 1
             self._kept[key] = self._make(point)
         self._kept.move_to_end(key)
         return self._kept[key]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no more than one engine was ever made here: what the process holds is that one's."""
+        return self._num_made <= 1
 
     def close(self) -> None:
         """Close all of them."""
@@ -139,7 +157,7 @@ def engine_key(point: PointSettings) -> str:
     if point.mode in ADAPTED or point.mixture == SYNTHETIC:
         loaded |= {"mode": point.mode, "adapters": point.adapters, "rank": point.rank, "seed": point.seed,
                    "slots": num_slots(point)}  # fmt: skip
-    return json.dumps([point.engine, loaded], sort_keys=True)
+    return json.dumps([engine_options(point), loaded], sort_keys=True)
 
 
 def memory_bytes() -> int:
@@ -181,7 +199,7 @@ def measure(point: PointSettings, repeat: int, folder: Path) -> dict[str, Any]:
         return measure_fidelity(point, repeat, prepared, folder)
     from workbench.sweep.throughput import measure_throughput
 
-    return measure_throughput(point, repeat, prepared, folder)
+    return measure_throughput(point, repeat, prepared, folder, is_alone=_engines.is_first)
 
 
 def close_engines() -> None:

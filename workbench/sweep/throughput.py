@@ -6,6 +6,7 @@ its policy says, and, once for each point in a process, some with the tokens the
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,10 @@ from workbench.instrument.run_meta import meta_of
 from workbench.instrument.run_writer import RunWriter
 from workbench.sweep.checking import CheckFailed, check
 from workbench.sweep.machine import peak_bytes, reset_peak, synchronize
+from workbench.sweep.memory import held_bytes, watched_peaks
 from workbench.sweep.point import PointSettings
-from workbench.sweep.traffic import Arrival, Served, serve, traffic
+from workbench.sweep.synthetic import draw_adapters
+from workbench.sweep.traffic import Arrival, Served, draws, serve, traffic
 from workbench.xlora.policy import policy_named
 
 if TYPE_CHECKING:
@@ -31,14 +34,16 @@ if TYPE_CHECKING:
 PERCENTILES = (50, 95, 99)
 _MILLI = 1e3
 _CHECKED = 8
+_SHORT = (4, 2)  # prompt tokens and tokens of a request that only brings its adapter into a slot
+_BEFORE = 4  # requests that came before, for each slot
 _seen: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 class _Sample:
-    """A few of a point's requests, as `checking.check` wants them: all at once."""
+    """Some of a point's requests, as `checking.check` wants them: all at once."""
 
     def __init__(self, point: PointSettings, arrivals: Sequence[Arrival]):
-        self.mode, self._arrivals = point.mode, list(arrivals)[:_CHECKED]
+        self.mode, self._arrivals = point.mode, list(arrivals)
         self.concurrency, self.tokens = len(self._arrivals), min(each.tokens for each in self._arrivals)
 
     def prompts(self, engine: Engine) -> list[list[int]]:
@@ -52,32 +57,45 @@ class _Sample:
         return dict(self._arrivals[number].options)
 
 
-def measure_throughput(point: PointSettings, repeat: int, prepared: Any, folder: Path) -> dict[str, Any]:
+def measure_throughput(
+    point: PointSettings, repeat: int, prepared: Any, folder: Path, is_alone: bool = False
+) -> dict[str, Any]:
     """Run a point once with a clock and return its figures.
+
+    `peak_bytes` is the process's most memory, allocated on a card or resident on the host; NaN unless `is_alone`.
 
     Writes its requests as a run, and `adapters.parquet`, a row per adapter, to `folder`. Every repeat begins with an
     empty prefix cache.
+
+    Args:
+        point: what.
+        repeat: which time, from 0; it draws traffic of its own.
+        prepared: its engine with what it needs loaded, see `tasks.Prepared`.
+        folder: empty.
+        is_alone: whether the process has held no other engine, so that its memory is this one's.
 
     Raises:
         CheckFailed: a wrong result.
         UserError: traffic that the engine cannot run.
     """
     engine = prepared.engine
-    arrivals = traffic(point, engine, prepared.adapters, prepared.mixture)
+    arrivals = traffic(point, engine, prepared.adapters, prepared.mixture, repeat)
     concurrency = point.concurrency
     # what the last unit left there would be found instead of computed
     engine.memory.pool.clear()
     if point.id not in _seen.setdefault(engine, set()):
-        check(engine, _Sample(point, arrivals))
-        first = arrivals[:_CHECKED]
+        first = of_many_adapters(arrivals, _CHECKED)
+        check(engine, _Sample(point, first))
         require_right(serve(engine, [_now(each) for each in first], concurrency), first, point)
         _seen[engine].add(point.id)
-        engine.memory.pool.clear()
-    reset_peak(engine.device)
+    fill_slots(point, repeat, prepared)
+    engine.memory.pool.clear()
+    is_peak_own = reset_peak(engine.device) and is_alone
     before = engine.counters()
     synchronize(engine.device)
     started = time.perf_counter()
-    served = serve(engine, arrivals, concurrency)
+    with watched_peaks(engine) as peaks:
+        served = serve(engine, arrivals, concurrency)
     synchronize(engine.device)
     wall_s = time.perf_counter() - started
     after = engine.counters()
@@ -92,8 +110,44 @@ def measure_throughput(point: PointSettings, repeat: int, prepared: Any, folder:
     return {
         **latencies(served, completions), **goodput(point, served, completions, wall_s),
         **counts(served, completions, changed, wall_s), "fairness": fairness(served, completions),
-        "peak_bytes": peak_bytes(engine.device),
+        "adapters_used": adapters_used(point, prepared, arrivals), "running_peak": peaks.running,
+        **held_bytes(engine), "kv_peak_bytes": peaks.kv_bytes,
+        "peak_bytes": peak_bytes(engine.device) if is_peak_own else math.nan,
     }  # fmt: skip
+
+
+def adapters_used(point: PointSettings, prepared: Any, arrivals: Sequence[Arrival]) -> int:
+    """Return how many different adapters a unit's requests use; those of a merge or a mixture are all of theirs."""
+    if point.mode == "merged":
+        return len(prepared.adapters)
+    if point.mode == "xlora":
+        return len(prepared.engine.mixtures[prepared.mixture].adapters)
+    return len({each.options["adapter"] for each in arrivals if each.options.get("adapter") is not None})
+
+
+def of_many_adapters(arrivals: Sequence[Arrival], most: int) -> list[Arrival]:
+    """Return at most so many of the arrivals, of as many different adapters as possible, in their order."""
+    first: dict[str | None, int] = {}
+    for number, each in enumerate(arrivals):
+        first.setdefault(each.options.get("adapter"), number)
+    chosen = list(dict.fromkeys([*first.values(), *range(len(arrivals))]))[:most]
+    return [arrivals[number] for number in sorted(chosen)]
+
+
+def fill_slots(point: PointSettings, repeat: int, prepared: Any) -> None:
+    """Bring adapters into all slots, by a short request each: those that traffic before this unit's would have left.
+
+    Without it a unit's slots would hold what the unit before happened to use, or its own check.
+    """
+    slots, count = prepared.engine.adapters.config.max_num_loras, len(prepared.adapters)
+    if point.mode != "lora":
+        return
+    random, popularity = draws(point, repeat, "slots"), point.popularity or "uniform"
+    before = [each for each in draw_adapters(popularity, _BEFORE * slots, count, random) if each >= 0]
+    newest = list(dict.fromkeys([*reversed(before), *random.permutation(count).tolist()]))[:slots]
+    short = [Arrival(None, [0] * _SHORT[0], _SHORT[1], {"adapter": prepared.adapters[each]})
+             for each in reversed(newest)]  # fmt: skip
+    require_right(serve(prepared.engine, short), short, point)
 
 
 def latencies(served: Sequence[Served], completions: Sequence[Completion]) -> dict[str, float]:

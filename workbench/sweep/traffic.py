@@ -1,6 +1,8 @@
 """Traffic: which requests arrive, when, how long, and on what; and running them.
 
-Contract: traffic is a function of a point's settings and seed; equal points see equal requests.
+Contract: traffic is a function of a point's settings, its seed and the repeat; equal points see equal requests. Each
+kind of draw (lengths, tokens, prompts, times, adapters) has numbers of its own, so that points that agree in what
+decides a kind agree in its draws, whatever else they differ in. Every repeat draws anew.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 from workbench.errors import UserError, names, nearest
 from workbench.jsonfile import parse_json
 from workbench.sweep.point import PointSettings
-from workbench.sweep.synthetic import adapter_of_each, random_prompts, text_prompts
+from workbench.sweep.synthetic import draw_adapters, random_prompts, text_prompts
 from workbench.sweep.workload import demo_text
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 _LINE_KEYS = ("at_s", "prompt_tokens", "tokens", "adapter")
 _IDLE_S = 0.0005
+# a kind's place decides its numbers
+_DRAWS = ("lengths", "tokens", "prompts", "times", "adapters", "slots")
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,9 @@ class Served:
     forwards: int = 0
 
 
-def traffic(point: PointSettings, engine: Engine, adapters: Sequence[str], mixture: str | None) -> list[Arrival]:
+def traffic(
+    point: PointSettings, engine: Engine, adapters: Sequence[str], mixture: str | None, repeat: int = 0
+) -> list[Arrival]:
     """Return a point's requests in the order of their arrival.
 
     Args:
@@ -71,19 +77,25 @@ def traffic(point: PointSettings, engine: Engine, adapters: Sequence[str], mixtu
         engine: whose tokens prompts are made of.
         adapters: names of the loaded adapters, for lora and merged.
         mixture: name of the loaded mixture, for xlora.
+        repeat: which time the point runs, from 0.
 
     Raises:
         UserError: a trace that cannot be read, or says what the engine cannot run.
     """
     if point.arrivals == "trace":
-        return _from_file(point, engine, adapters, mixture)
-    random = np.random.default_rng(point.seed)
+        return _from_file(point, engine, adapters, mixture, repeat)
     count = point.requests
-    lengths, tokens = _lengths(point.prompt_tokens, count, random), _lengths(point.tokens, count, random)
-    prompts = _prompts(engine, lengths, point.seed)
-    times = arrival_times(point, random)
-    options = _options(point, count, adapters, mixture)
+    lengths = _lengths(point.prompt_tokens, count, draws(point, repeat, "lengths"))
+    tokens = _lengths(point.tokens, count, draws(point, repeat, "tokens"))
+    prompts = _prompts(engine, lengths, draws(point, repeat, "prompts"))
+    times = arrival_times(point, draws(point, repeat, "times"))
+    options = _options(point, count, adapters, mixture, draws(point, repeat, "adapters"))
     return [Arrival(*each) for each in zip(times, prompts, tokens, options, strict=True)]
+
+
+def draws(point: PointSettings, repeat: int, kind: str) -> np.random.Generator:
+    """Return where one kind of a point's draws comes from."""
+    return np.random.default_rng([_DRAWS.index(kind), repeat, point.seed])
 
 
 def arrival_times(point: PointSettings, random: np.random.Generator) -> list[float | None]:
@@ -148,11 +160,11 @@ def _is_due(arrival: Arrival, now_s: float, running: int, concurrency: int | Non
 
 
 def _options(
-    point: PointSettings, count: int, adapters: Sequence[str], mixture: str | None
+    point: PointSettings, count: int, adapters: Sequence[str], mixture: str | None, random: np.random.Generator
 ) -> list[dict[str, Any]]:
     """Return what each request runs on."""
     if point.mode == "lora":
-        chosen = adapter_of_each(point.popularity, count, len(adapters), point.seed)
+        chosen = draw_adapters(point.popularity, count, len(adapters), random)
         return [{"adapter": adapters[number]} if number >= 0 else {} for number in chosen]
     if point.mode == "merged":
         merged = {"ids": list(adapters), "weights": [1 / len(adapters)] * len(adapters), "merge_strategy": "linear"}
@@ -167,9 +179,9 @@ def _lengths(given: int | tuple[int, int], count: int, random: np.random.Generat
     return random.integers(low, high + 1, count).tolist()
 
 
-def _prompts(engine: Engine, lengths: Sequence[int], seed: int) -> list[list[int]]:
+def _prompts(engine: Engine, lengths: Sequence[int], random: np.random.Generator) -> list[list[int]]:
     """Return prompts of these lengths: pieces of the demo's texts, or random ids for a base without a tokenizer."""
-    longest = max(lengths)
+    longest, seed = max(lengths), int(random.integers(2**63))
     if engine.tokenizer is None:
         made = random_prompts(len(lengths), longest, engine.model.vocab_size, seed)
     else:
@@ -178,13 +190,15 @@ def _prompts(engine: Engine, lengths: Sequence[int], seed: int) -> list[list[int
 
 
 def _from_file(
-    point: PointSettings, engine: Engine, adapters: Sequence[str], mixture: str | None
+    point: PointSettings, engine: Engine, adapters: Sequence[str], mixture: str | None, repeat: int
 ) -> list[Arrival]:
     """Return the requests of a JSONL file: at_s, prompt_tokens, tokens, and adapter, a number, where there are some."""
     path = point.file("trace")
     lines = read_lines(path)
-    prompts = _prompts(engine, [line["prompt_tokens"] for line in lines.values()], point.seed)
-    fixed = _options(point, len(lines), adapters, mixture) if point.mode != "lora" else [{}] * len(lines)
+    prompts = _prompts(engine, [line["prompt_tokens"] for line in lines.values()], draws(point, repeat, "prompts"))
+    fixed = [{}] * len(lines)
+    if point.mode != "lora":
+        fixed = _options(point, len(lines), adapters, mixture, draws(point, repeat, "adapters"))
     arrivals = []
     for (number, line), prompt, options in zip(lines.items(), prompts, fixed, strict=True):
         wanted = line.get("adapter")
