@@ -57,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.sources:
         raise UserError(f"one grid at a time, not {arguments.sources[0]!r} too; `workbench sweep merge` takes folders")
     grid = Grid.load(arguments.grid)
+    from workbench.sweep.places import notes_of
     from workbench.sweep.runner import sweep, wanted_units
     from workbench.sweep.store import Store
 
@@ -66,9 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
     units = wanted_units(grid, only=arguments.only, limit=arguments.limit, shard=shard_of(arguments.shard))
     store = Store(arguments.out, grid)
     if arguments.dry_run:
+        _say_notes(notes_of(store), grid)
         _list(grid, units, store)
         return 0
     backend = _backend(arguments)
+    _say_notes(notes_of(store), grid)
     with _bar(len(units), len(units) - len(store.missing(units, arguments.retry_failed))) as bar:
         def progress(unit: Any, result: dict[str, Any]) -> None:
             if result["status"] == "failed":
@@ -143,12 +146,18 @@ def _say(grid: Any, store: Any, report: Any) -> int:
     return 130 if report.left else 1 if report.failed or report.failed_before else 0
 
 
+def _say_notes(notes: list[str], grid: Any) -> None:
+    for note in notes:
+        print(f"{grid.name}: {note}")
+
+
 def _counted(errors: Any) -> list[tuple[str, int]]:
     return Counter(errors).most_common(5)
 
 
 def _list(grid: Any, units: Any, store: Any) -> None:
-    results = [(unit.point, store.result(unit)) for unit in units]
+    stale = store.stale(units)
+    results = [(unit.point, None if unit in stale else store.result(unit)) for unit in units]
     done, failed = (Counter(point for point, result in results if result is not None and result["status"] == status)
                     for status in ("done", "failed"))
     if grid.question:
@@ -163,7 +172,8 @@ def _list(grid: Any, units: Any, store: Any) -> None:
 def _merge(arguments: argparse.Namespace) -> int:
     from workbench.sweep.grid import Grid
     from workbench.sweep.merging import merge
-    from workbench.sweep.store import units_of
+    from workbench.sweep.places import notes_of, notes_of_rows
+    from workbench.sweep.store import Store, units_of
 
     options = {"--dry-run": arguments.dry_run, "--only": arguments.only, "--limit": arguments.limit,
                "--shard": arguments.shard, "--retry-failed": arguments.retry_failed, "--jobs": arguments.jobs,
@@ -177,7 +187,9 @@ def _merge(arguments: argparse.Namespace) -> int:
     for source in sources:
         if not Path(source).is_dir():
             raise UserError(f"merge: there is no folder {source!r}")
+    notes = notes_of_rows(Store(arguments.out, grid))
     store = merge(grid, sources, arguments.out)
+    _say_notes([*notes, *notes_of(store)], grid)
     units = units_of(grid)
     num_missing = len(store.missing(units))
     print(f"{grid.name}: {len(units) - num_missing} of {len(units)} runs in {store.table}")

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from workbench.errors import UserError
-from workbench.sweep.runner import FAILED, execute
-from workbench.sweep.store import Store, Unit, write_result
+from workbench.sweep.runner import execute, record_failure
+from workbench.sweep.store import Store, Unit
 
 TRIES = 3
 Answer = tuple[Unit, dict[str, Any]]
@@ -23,6 +23,8 @@ Answer = tuple[Unit, dict[str, Any]]
 
 class Here:
     """Runs units one after another in this process."""
+
+    name, is_alone = "in process", True
 
     def __init__(self, measure: Any = None):
         self.measure = measure
@@ -50,6 +52,7 @@ class Processes:
             raise UserError("--jobs needs joblib, which is not installed here; type `pip install "
                             "'lora-workbench[sweep]'`")
         self.jobs, self.threads = jobs, threads
+        self.name, self.is_alone = f"joblib {jobs}", jobs == 1
 
     def run(self, store: Store, units: Sequence[Unit], stop: threading.Event) -> Iterator[Answer]:
         """Yield each unit's result."""
@@ -70,7 +73,8 @@ class Processes:
                         yield unit, result
                 return
             except TerminatedWorkerError:
-                ended = [unit for unit in begun if unit in waiting and store.result(unit) is not None]
+                # a unit that is tried again has a result too, the one it failed with before
+                ended = [unit for unit in begun if unit in waiting and store.has_ended(unit)]
                 for unit in ended:
                     waiting.remove(unit)
                     yield unit, store.result(unit)
@@ -102,6 +106,8 @@ class RayCluster:
         workers: of a local one; None is one per core.
         cpus, gpus: what a unit asks for.
     """
+
+    name, is_alone = "ray", False
 
     def __init__(self, address: str = "local", workers: int | None = None, cpus: float = 1, gpus: float = 0):
         if importlib.util.find_spec("ray") is None:
@@ -162,7 +168,7 @@ class RayCluster:
                     else:
                         yield unit, died(store, unit)
                     continue
-                if store.result(unit) is None:
+                if not store.has_ended(unit):
                     raise UserError(f"a worker wrote its result to {str(store.path(unit))!r}, which is not there on "
                                     "this machine; give an --out that all machines of the cluster share")
                 yield answer
@@ -203,12 +209,7 @@ def work(store: Store, unit: Unit, threads: int | None, workers: int) -> Answer:
 
 def died(store: Store, unit: Unit) -> dict[str, Any]:
     """Record a unit whose workers died, and return its result."""
-    error = f"its worker process died {TRIES} times (killed, or out of memory)"
-    result = {"point": unit.point.id, "repeat": unit.repeat, "settings": unit.point.settings, "status": FAILED,
-              "error": error, "figures": None}
-    with store.making(unit) as folder:
-        write_result(folder, result)
-    return result
+    return record_failure(store, unit, f"its worker process died {TRIES} times (killed, or out of memory)")
 
 
 def _measure() -> Any:

@@ -1,7 +1,8 @@
 """Run a sweep: what is missing of a grid, unit by unit, wherever it is told to.
 
 Contract: a unit that fails is recorded with its error, and the others run. Ctrl-C stops after the units that are
-running; what is finished stays, and the same command goes on from there. So does one after a kill.
+running; what is finished stays, and the same command goes on from there. So does one after a kill. Whatever ends a
+sweep short of a kill, its tables are written.
 """
 
 from __future__ import annotations
@@ -13,22 +14,32 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from workbench.errors import UserError
 from workbench.sweep.grid import Grid
-from workbench.sweep.places import write_tables
+from workbench.sweep.inputs import Inputs
+from workbench.sweep.others import Watch
+from workbench.sweep.places import require_tables, write_tables
 from workbench.sweep.point import PointSettings
-from workbench.sweep.store import DONE, FAILED, Store, Unit, units_of, write_result
+from workbench.sweep.store import DONE, FAILED, Session, Store, Unit, units_of, write_result
 
 # a disk that takes nothing more: no point's fault
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class Backend(Protocol):
-    """Where units run."""
+    """Where units run.
+
+    Attributes:
+        name: as a reader may know it: "in process", "joblib 4", "ray".
+        is_alone: no two units run at once.
+    """
+
+    name: str
+    is_alone: bool
 
     def run(
         self, store: Store, units: Sequence[Unit], stop: threading.Event
@@ -98,16 +109,24 @@ def sweep(
         UserError: results cannot be written; what is finished is kept.
     """
     store.begin()
+    require_tables(store)
+    store.session = Session(backend.name, backend.is_alone)
     missing = store.missing(units, retry_failed)
     known = set(units) - set(missing)
     report = Report(skipped=[unit.name for unit in units if unit in known])
     report.failed_before = [unit.name for unit in units if unit in known and store.result(unit)["status"] == FAILED]
-    with stoppable() as stop:
-        for unit, result in backend.run(store, missing, stop):
-            (report.done if result["status"] == DONE else report.failed).append(unit.name)
-            if result["status"] == FAILED:
-                report.errors[unit.name] = result["error"]
-            progress(unit, result)
+    try:
+        with stoppable() as stop:
+            for unit, result in backend.run(store, missing, stop):
+                (report.done if result["status"] == DONE else report.failed).append(unit.name)
+                if result["status"] == FAILED:
+                    report.errors[unit.name] = result["error"]
+                progress(unit, result)
+    except BaseException:
+        # whatever ended it, the table has what is finished; and a disk that is full has said so already
+        with suppress(UserError):
+            write_tables(store)
+        raise
     report.left = len(missing) - len(report.done) - len(report.failed)
     report.table = write_tables(store)
     return report
@@ -126,23 +145,43 @@ def execute(store: Store, unit: Unit, measure: Callable[[PointSettings, int, Any
     """
     from workbench.sweep.machine import load_average
 
+    read = Inputs().of(unit.point)
     # figures of a clock that cannot jump; the date is for the reader
-    started, before = time.perf_counter(), load_average()
+    started, before, watch = time.perf_counter(), load_average(), Watch()
     with store.making(unit) as folder:
-        result: dict[str, Any] = {"point": unit.point.id, "repeat": unit.repeat, "settings": unit.point.settings}
-        try:
-            result |= {"status": DONE, "error": None, "figures": plain(measure(unit.point, unit.repeat, folder))}
-        except Exception as error:  # a point's failure is its own
-            if isinstance(error, OSError) and error.errno in _DISK:
-                raise UserError(f"cannot write results at {str(folder)!r}: {error.strerror or error}; what is finished "
-                                "is kept, and the same command goes on from there") from error
-            said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            result |= {"status": FAILED, "error": said, "figures": None}
+        result = {**_said(store, unit), **_measured(unit, measure, folder)}
+        others = watch.others_cores() if store.session.is_alone else None
         found = _environment(unit.point)
+        # what was there before it was read; what had to be fetched is known only now
+        inputs = {**Inputs().of(unit.point), **read}
         result |= {"seconds": time.perf_counter() - started, "load_before": before, "load_after": load_average(),
-                   "created": found["created"], "environment": found}
+                   "others_cores": others, "inputs": inputs, "created": found["created"], "environment": found}
         write_result(folder, result)
     return result
+
+
+def record_failure(store: Store, unit: Unit, error: str) -> dict[str, Any]:
+    """Record a unit that failed outside of itself, and return its result."""
+    result = {**_said(store, unit), "status": FAILED, "error": error, "figures": None,
+              "inputs": Inputs().of(unit.point)}
+    with store.making(unit) as folder:
+        write_result(folder, result)
+    return result
+
+
+def _said(store: Store, unit: Unit) -> dict[str, Any]:
+    return {"point": unit.point.id, "repeat": unit.repeat, "settings": unit.point.settings, **store.session.facts()}
+
+
+def _measured(unit: Unit, measure: Callable[[PointSettings, int, Any], dict[str, Any]], folder: Any) -> dict[str, Any]:
+    try:
+        return {"status": DONE, "error": None, "figures": plain(measure(unit.point, unit.repeat, folder))}
+    except Exception as error:  # a point's failure is its own
+        if isinstance(error, OSError) and error.errno in _DISK:
+            raise UserError(f"cannot write results at {str(folder)!r}: {error.strerror or error}; what is finished "
+                            "is kept, and the same command goes on from there") from error
+        said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        return {"status": FAILED, "error": said, "figures": None}
 
 
 def plain(figures: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
     OUT/<grid>/grid.json                      what the grid was
     OUT/<grid>/units/<point id>-r<repeat>/    a run folder, and result.json, written last
-    OUT/<grid>.parquet                        one row per unit
+    OUT/<grid>.parquet                        one row per unit, see `workbench.sweep.table`
 
 Contract: a unit is there whole or not at all: it is made under another name and renamed. Units of several processes and
-machines may be written side by side.
+machines may be written side by side. One whose files have changed since counts as missing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -17,13 +18,14 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import UserError, names
 from workbench.jsonfile import read_json
 from workbench.sweep.grid import Grid
+from workbench.sweep.inputs import Inputs, as_text, changed
 from workbench.sweep.point import SCHEMA, PointSettings
 
 if TYPE_CHECKING:
@@ -47,6 +49,28 @@ class Unit:
         return f"{self.point.id}-r{self.repeat}"
 
 
+@dataclass(frozen=True)
+class Session:
+    """One call of a sweep: its units ran on the same day, beside the same programs.
+
+    Attributes:
+        backend: where its units run: "in process", "joblib 4", "ray".
+        is_alone: no two of them run at once.
+        id: random.
+        host: hash of the machine it was started on.
+    """
+
+    backend: str = "in process"
+    is_alone: bool = True
+    id: str = field(default_factory=lambda: secrets.token_hex(4))
+    host: str = field(default_factory=lambda: _host_hash())
+
+    def facts(self) -> dict[str, str]:
+        """Return what a unit that runs in this process keeps of it; each machine of a cluster has its own session."""
+        here = _host_hash()
+        return {"session": self.id if here == self.host else f"{self.id}-{here}", "backend": self.backend}
+
+
 class Store:
     """The results folder of one grid.
 
@@ -54,12 +78,15 @@ class Store:
         out: where results of all grids lie.
         grid: whose.
 
+    Attributes:
+        session: under which units run that are written now; `sweep` begins a new one.
+
     Raises:
         UserError: the folder holds another grid's results, or those of another version.
     """
 
     def __init__(self, out: str | Path, grid: Grid):
-        self.grid, self.out = grid, Path(out)
+        self.grid, self.out, self.session = grid, Path(out), Session()
         self.folder, self.table = self.out / grid.name, self.out / f"{grid.name}.parquet"
         if (self.folder / GRID_FILE).exists():
             self._require_ours()
@@ -86,7 +113,9 @@ class Store:
 
     def absolute(self) -> Store:
         """Return the same store for processes that run in another folder."""
-        return Store(self.out.absolute(), self.grid)
+        found = Store(self.out.absolute(), self.grid)
+        found.session = self.session
+        return found
 
     def path(self, unit: Unit) -> Path:
         """Return a unit's folder, there or not."""
@@ -102,12 +131,27 @@ class Store:
         found = {path.parent.name for path in (self.folder / _UNITS).glob(f"*/{_RESULT}")}
         return {name for name in found if not name.endswith(_PART)}
 
-    def missing(self, units: Iterable[Unit], retry_failed: bool = False) -> list[Unit]:
-        """Return those without a result, and, if wished, those that failed."""
-        found = []
+    def has_ended(self, unit: Unit) -> bool:
+        """Whether a unit has a result of this session; one that failed before may still lie there."""
+        result = self.result(unit)
+        return result is not None and str(result.get("session")).split("-")[0] == self.session.id
+
+    def stale(self, units: Iterable[Unit]) -> dict[Unit, list[str]]:
+        """Return the finished ones that read other files than lie there now, and which: "base", "trace"."""
+        inputs, found = Inputs(), {}
         for unit in units:
             result = self.result(unit)
-            if result is None or (retry_failed and result["status"] == FAILED):
+            if result is not None and (keys := changed(result.get("inputs"), inputs.of(unit.point))):
+                found[unit] = keys
+        return found
+
+    def missing(self, units: Iterable[Unit], retry_failed: bool = False) -> list[Unit]:
+        """Return those without a result or with one of other files, and, if wished, those that failed."""
+        units, found = list(units), []
+        stale = self.stale(units)
+        for unit in units:
+            result = self.result(unit)
+            if result is None or unit in stale or (retry_failed and result["status"] == FAILED):
                 found.append(unit)
         return found
 
@@ -133,33 +177,6 @@ class Store:
             shutil.rmtree(part, ignore_errors=True)
             raise
 
-    def rows(self, units: Iterable[Unit]) -> list[dict[str, Any]]:
-        """Return the finished ones' results as flat rows: settings, status, error, figures, machine."""
-        found = []
-        for unit in units:
-            result = self.result(unit)
-            if result is not None:
-                found.append(flat(self.grid, unit, result))
-        return found
-
-    def write_table(self, units: Iterable[Unit]) -> Path | None:
-        """Write the table of all finished units; None when there are none."""
-        import pandas as pd
-
-        rows = self.rows(units)
-        if not rows:
-            return None
-        frame = pd.DataFrame(rows)
-        for column in frame.columns:
-            # one type per column, as Parquet wants: a rank may be a number or a list of them
-            if any(isinstance(value, list) for value in frame[column]):
-                is_said = [isinstance(value, list) or pd.notna(value) for value in frame[column]]
-                whole = [int(value) if isinstance(value, float) and value.is_integer() else value
-                         for value in frame[column]]
-                frame[column] = [str(value) if said else None for value, said in zip(whole, is_said, strict=True)]
-        write_parquet(frame, self.table)
-        return self.table
-
     def _require_ours(self) -> None:
         said = read_json(self.folder / GRID_FILE, "a results folder's grid")
         if not isinstance(said, dict):
@@ -182,7 +199,26 @@ def flat(grid: Grid, unit: Unit, result: Mapping[str, Any]) -> dict[str, Any]:
         "load_after": result.get("load_after"), "created": result.get("created"), "cpu": machine.get("cpu"),
         "gpu": machine.get("gpu"), "cores": machine.get("cores"), "threads": machine.get("threads"),
         "platform": machine.get("platform"), "torch": (machine.get("versions") or {}).get("torch"),
+        "session": result.get("session"), "backend": result.get("backend"), "others_cores": _others_cores(result),
+        "inputs": as_text(result.get("inputs")),
     }  # fmt: skip
+
+
+def stale_sentence(
+    stale: Mapping[Unit, Iterable[str]], what: str = "finished run{s}", so: str = "counted as missing"
+) -> str:
+    """Return how many results are of other files than lie there now, of which, and what becomes of them.
+
+    Args:
+        stale: of `Store.stale`; not empty.
+        what: they are, with "{s}" where several have an s.
+        so: what becomes of them.
+    """
+    said = dict.fromkeys((key, getattr(unit.point, key, None)) for unit, keys in stale.items() for key in keys)
+    of = {key: [name for where, name in said if where == key and name] for key, _ in said}
+    files = " or ".join(f"{key} ({names(known, 3)})" if known else key for key, known in of.items())
+    results = what.format(s="s" if len(stale) != 1 else "")
+    return f"{len(stale)} {results} read another {files} than there is now: {so}"
 
 
 def units_of(grid: Grid, points: Iterable[PointSettings] | None = None) -> list[Unit]:
@@ -233,6 +269,16 @@ def writing(path: Path) -> Iterator[None]:
 
 def _host() -> str:
     return "".join(char if char.isalnum() else "-" for char in socket.gethostname()) or "host"
+
+
+def _host_hash() -> str:
+    # results may be published, and a machine's name is nobody's business
+    return hashlib.sha256(_host().encode()).hexdigest()[:8]
+
+
+def _others_cores(result: Mapping[str, Any]) -> float:
+    value = result.get("others_cores")
+    return float("nan") if value is None else value
 
 
 def _is_alive(pid: int) -> bool:
