@@ -143,6 +143,23 @@ def checked_positions(positions: Any) -> slice | frozenset[int] | str | None:
     return frozenset(map(int, listed))
 
 
+def chosen(
+    positions: slice | frozenset[int] | str | None, of: range, prompt_tokens: int
+) -> range | frozenset[int]:
+    """Return those of consecutive positions that canonical `positions` mean."""
+    if positions is None:
+        return of
+    if positions == "prompt":
+        return range(of.start, max(of.start, min(of.stop, prompt_tokens)))
+    if positions == "generated":
+        return range(min(of.stop, max(of.start, prompt_tokens)), of.stop)
+    if isinstance(positions, slice):
+        first, step = positions.start or 0, positions.step or 1
+        begin = first if of.start <= first else first + -(-(of.start - first) // step) * step
+        return range(begin, of.stop if positions.stop is None else min(of.stop, positions.stop), step)
+    return frozenset(position for position in of if position in positions)
+
+
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 

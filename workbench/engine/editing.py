@@ -7,6 +7,7 @@ may change finds no adapted blocks there. With no edit open this costs one look 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.edits import Edit, Tap
+from workbench.edits.edit import chosen
 from workbench.engine.batch import ADAPTED, SpanPlan
 from workbench.engine.interrupts import let_interrupts
 from workbench.engine.scheduler import reason_of
@@ -39,7 +41,9 @@ class Applied:
 
     Attributes:
         key: "classifier:scalings", or "<site pattern>:scalings".
-        fired: rows it gave scalings to so far, equal ones included.
+        fired: rows it gave scalings to so far, equal ones included: those that an edit is for, all that a function was
+            asked about.
+        unfired: of its edits, those that have changed no row; a function may be there to look.
         error: why a request failed in it, the last one's; None when none has.
     """
 
@@ -49,10 +53,17 @@ class Applied:
         self.functions: tuple[EditFunction, ...] = tuple(given) if isinstance(given, list | tuple) else (given,)
         if not self.functions:
             raise UserError(f"{key}: an empty list changes nothing; give an edit")
+        self._counts = [0] * len(self.functions)
         for function in self.functions:
             if not callable(function):
                 raise UserError(f"{key} takes an edit (ablate('german')), a function of (scalings, tap), or a list of "
                                 f"them, not {function!r}")
+
+    @property
+    def unfired(self) -> tuple[EditFunction, ...]:
+        """The edits that have changed no row."""
+        counted = zip(self.functions, self._counts, strict=True)
+        return tuple(function for function, count in counted if not count and isinstance(function, Edit))
 
     def check(self, mixture: Mixture) -> None:
         """Raise a UserError unless this fits a mixture."""
@@ -75,16 +86,19 @@ class Applied:
             torch.arange(first, first + len(used)), len(request.prompt_ids),
             lambda position: _unedited(request, position, first + len(used))[columns],
         )
-        labels = []
-        for function in self.functions:
+        labels, changed, asked = [], [], range(first, first + len(used))
+        for index, function in enumerate(self.functions):
             new = checked(self._asked(function, part, tap), part.shape, function, self.key)
             if new is not None:
                 part = new
                 labels.append(label_of(function))
+                is_edit = isinstance(function, Edit)
+                changed.append(chosen(function.positions, asked, tap.prompt_tokens) if is_edit else asked)
+                self._counts[index] += len(changed[-1])
         if not labels:
             return None
         request.edits += [label for label in dict.fromkeys(labels) if label not in request.edits]
-        self.fired += len(used)
+        self.fired += len(changed[0] if len(changed) == 1 else set().union(*changed))
         whole = used.clone()
         whole[:, columns] = part
         return whole
@@ -119,6 +133,7 @@ class Edits:
         self._close = close
         self._fitting: frozenset[str] = frozenset()
         self._seen: dict[str, None] = {}
+        self._met: set[str] = set()
 
     def __getitem__(self, key: str) -> Applied:
         if key not in self._applied:
@@ -132,14 +147,15 @@ class Edits:
         self.close()
         if kind is not None:
             return
-        for key, applied in self._applied.items():
+        for applied in self._applied.values():
             if not applied.fired:
-                whose = "any request" if self.requests is None else f"requests {names(sorted(self.requests))}"
-                what = ", ".join(map(label_of, applied.functions))
-                why = applied.error or (
-                    "no request with a mixture it fits ran here, or it returned None for every row" + self._near()
-                )
-                raise UserError(f"edit {key!r} ({what}) changed no row of {whose}: {why}")
+                self._complain(applied, applied.functions, "no request with a mixture it fits ran here, or it returned "
+                                                           "None for every row" + self._near())
+            if applied.unfired:
+                self._complain(applied, applied.unfired, "no row that it is for ran here")
+        if missing := sorted((self.requests or frozenset()) - self._met):
+            ran = f"; of those named there ran {names(sorted(self._met))}" if self._met else ""
+            raise UserError(f"request {missing[0]!r} was to be edited, but never ran{self._near()}{ran}")
 
     def close(self) -> None:
         """End the edits: rows that run from now on are not changed. No error if they have ended."""
@@ -160,8 +176,11 @@ class Edits:
 
     def concerns(self, request: Request) -> bool:
         """Whether these edits are for a request."""
-        if self.requests is not None and len(self._seen) < _MOST_SEEN:
-            self._seen[request.id] = None
+        if self.requests is not None:
+            if request.id in self.requests:
+                self._met.add(request.id)
+            elif len(self._seen) < _MOST_SEEN:
+                self._seen[request.id] = None
         if request.mixture is None or (self.requests is not None and request.id not in self.requests):
             return False
         # named requests are edited or fail, and so do those of a mixture that an edit did fit and, moved, no longer
@@ -182,9 +201,14 @@ class Edits:
             changed = changed if new is None else new
         return changed
 
+    def _complain(self, applied: Applied, functions: Iterable[EditFunction], why: str) -> None:
+        whose = "any request" if self.requests is None else f"requests {names(sorted(self.requests))}"
+        what = ", ".join(map(label_of, functions))
+        raise UserError(f"edit {applied.key!r} ({what}) changed no row of {whose}: {applied.error or why}")
+
     def _near(self) -> str:
         """Return which of the requests that ran have ids near one that did not."""
-        lacking = sorted((self.requests or frozenset()) - self._seen.keys())
+        lacking = sorted((self.requests or frozenset()) - self._met)
         return near_ids(lacking[0], self._seen) if lacking else ""
 
     def _fits(self, mixture: Mixture) -> bool:
@@ -196,6 +220,7 @@ class Editing:
 
     def __init__(self) -> None:
         self._open: list[Edits] = []
+        self._changing = threading.Lock()
 
     def open(self, given: Any, requests: Any, mixtures: Mapping[str, Mixture]) -> Edits:
         """Check edits against the loaded mixtures and open them."""
@@ -203,12 +228,15 @@ class Editing:
             given = {f"{CLASSIFIER}:{POINT}": given}
         edits = Edits(given, requests, self._remove)
         edits.check(mixtures)
-        self._open = [*self._open, edits]
+        with self._changing:
+            self._open = [*self._open, edits]
         return edits
 
     def concerns(self, request: Request) -> bool:
         """Whether any open edit is for a request."""
-        return any(edits.concerns(request) for edits in self._open)
+        # all of them: each remembers which requests it met
+        concerned = [edits.concerns(request) for edits in self._open]
+        return any(concerned)
 
     def apply(self, plan: SpanPlan) -> None:
         """Change what a plan's rows use, those that run for the first time.
@@ -231,7 +259,8 @@ class Editing:
             request.keep_edited({first + int(row): after[row] for row in _differing(after, before).nonzero()[:, 0]})
 
     def _remove(self, edits: Edits) -> None:
-        self._open = [each for each in self._open if each is not edits]
+        with self._changing:
+            self._open = [each for each in self._open if each is not edits]
 
 
 def pattern_of(key: Any) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 from workbench.engine.sampling import Sampling
 from workbench.errors import UserError, names, nearest
 from workbench.xlora import ReusePolicy, exact, non_granular, policy_named
+from workbench.xlora.policy import trusted
 
 _PER_PROMPT = (
     "adapter", "mixture", "merged_adapters", "tgt_non_granular_index", "policy", "seed", "response_format",
@@ -67,8 +68,8 @@ def policy_of(k: int | None, policy: ReusePolicy | str | None, mixture: str | No
         raise UserError(f"give tgt_non_granular_index ({k}) or policy ({getattr(policy, 'name', policy)}), not both")
     if isinstance(policy, str):
         policy = policy_named(policy)
-    if policy is not None and not all(callable(getattr(policy, name, None)) for name in ("source", "last_own")):
-        raise UserError(f"policy must be a reuse policy such as exact() or non_granular(4), not {policy!r}")
+    if policy is not None:
+        policy = trusted(policy)
     if mixture is None:
         if k is not None or policy is not None:
             raise UserError("tgt_non_granular_index and policy say how a mixture's scalings are reused; name a mixture")

@@ -211,11 +211,13 @@ class Scheduler:
         starved = False
         # a bound, so that a step's work does not grow with the queue
         for request in self.waiting.heads(_LOOK_AHEAD * self.max_requests):
-            if len(self.running) >= self.max_requests or not self.memory.admits(request, len(self.running)):
+            if len(self.running) >= self.max_requests:
                 break
-            if request.names and starved:
-                continue
             try:
+                if not self.memory.admits(request, len(self.running)):
+                    break
+                if request.names and starved:
+                    continue
                 admitted = self._admit(request)
                 if admitted:
                     self.memory.attach(request)
@@ -240,11 +242,11 @@ class Scheduler:
 
     def _plan(self) -> dict[Request, list[SpanPlan]]:
         budget, plans = self.max_rows, {}
-        order = [r for r in self.running if r.is_decoding and r.finish_reason is None]
+        order = [r for r in self.running if self._decodes(r) and r.finish_reason is None]
         for request in order:
             if budget > 0 and request in self.running:
                 budget -= self._take(request, min(budget, _DECODE_ROWS), plans)
-        for request in [r for r in self.running if not r.is_decoding]:
+        for request in [r for r in self.running if not self._decodes(r)]:
             if budget <= 0:
                 break
             if request in self.running:
@@ -253,6 +255,14 @@ class Scheduler:
         if budget <= 0 and self.running:
             self.running.append(self.running.pop(0))
         return plans
+
+    def _decodes(self, request: Request) -> bool:
+        """Whether a request is decoding; one of which its reuse policy cannot say has ended."""
+        try:
+            return request.is_decoding
+        except Exception as error:  # one request's failure is its own
+            request.finish("error", reason_of(error))
+            return False
 
     def _edited(self, plans: list[SpanPlan]) -> bool:
         """Apply the open edits to a request's plans; False when one cannot be, which ends the request."""
@@ -266,7 +276,12 @@ class Scheduler:
 
     def _take(self, request: Request, budget: int, plans: dict[Request, list[SpanPlan]]) -> int:
         mine = []
-        for plan in plans_of(request, budget):
+        try:
+            wanted = plans_of(request, budget)
+        except Exception as error:  # one request's failure is its own
+            request.finish("error", reason_of(error))
+            return 0
+        for plan in wanted:
             if not self.memory.reserve(plan) and (plan.drafted or not self._make_room(plan, plans)):
                 break
             mine.append(plan)

@@ -96,7 +96,8 @@ class Watcher:
     def committed(self, batch: StepBatch, measurement: Measurement | None) -> None:
         """Take what a forward has said, before its requests are told; it will not be undone."""
         for span, watched in self._mine(batch):
-            if not watched.stop:
+            # after a preemption rows run again that ran before the recording began
+            if not watched.stop or span.plan.first < watched.first:
                 watched.first = span.plan.first
                 watched.num_cached = min(span.plan.first, span.plan.request.cached.get(ADAPTED, 0))
             watched.stop = max(watched.stop, span.plan.stop)
@@ -134,15 +135,19 @@ class Watcher:
         except UserError as error:
             self.recorder.add_untraced(name, str(error))
             return
+        has_all = request.mixture is None or ran.sites == request.mixture.sites
+        is_lazy = has_all and not request.scored_distributions
         num_bytes = 4 * len(request.tokens) * len(ran.sites) * len(ran.adapters)
+        num_bytes = max(num_bytes, _held_bytes(request) if is_lazy else 0)
         num_bytes += sum(recorded.values.nbytes for recorded in extras.values())
         labels = TraceLabels(labels.base, labels.dtype, {**labels.extra, "request_id": name})
         wanted, every = self._wanted, self._wanted.every
         self.recorder.add_trace(
             name, num_bytes,
             lambda: trace_of(request, tokenizer, labels, ran, wanted, _spread(extras, every, len(request.tokens))),
-            # a trace still to be made keeps its request, which may hold a vocabulary of numbers per token
-            is_lazy=not request.scored_distributions,
+            # a trace still to be made keeps its request, which may hold a vocabulary of numbers per token, or the
+            # scalings of sites that nobody asked for
+            is_lazy=is_lazy,
         )
 
     def closed(self) -> None:
@@ -272,8 +277,21 @@ class Watcher:
 
     def _free_id(self, request_id: str) -> str:
         """Return a request's id, numbered when one of this id has ended before."""
-        count = self._used_ids[request_id] = self._used_ids.get(request_id, 0) + 1
-        return request_id if count == 1 else f"{request_id}#{count}"
+        count, name = self._used_ids.get(request_id, 0) + 1, request_id
+        while name in self._used_ids:
+            count += name != request_id
+            name = f"{request_id}#{count}"
+        self._used_ids[request_id] = count
+        self._used_ids.setdefault(name, 1)
+        return name
+
+
+def _held_bytes(request: Request) -> int:
+    """Return what an ended request holds of its scalings; an edited row is part of what was edited with it."""
+    if request.scalings is None:
+        return 0
+    edited = {row.untyped_storage().data_ptr(): row.untyped_storage().nbytes() for row in request.edited.values()}
+    return request.scalings.nbytes + sum(edited.values())
 
 
 def _spread(extras: dict[str, Recorded], every: int, num_tokens: int) -> dict[str, Recorded]:

@@ -6,6 +6,7 @@ written beside its place and renamed.
 
 from __future__ import annotations
 
+import glob
 import json
 import shutil
 import tempfile
@@ -83,7 +84,8 @@ def _header(path: Path) -> dict[str, str]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_dir():
-        raise UserError(f"no comparison at {path}: " + ("it is a file" if path.exists() else "no such folder"))
+        what = "it is a file" if path.exists() else f"no such folder{_left(path)}"
+        raise UserError(f"no comparison at {path}: {what}")
     if not is_comparison(path):
         raise UserError(f"{path} is no comparison: it has no {INDEX}")
     try:
@@ -101,6 +103,12 @@ def _header(path: Path) -> dict[str, str]:
     return header
 
 
+def _left(path: Path) -> str:
+    """Return where the comparison is that was at `path`, when saving another one there was killed half-way."""
+    left = sorted(each.name for each in path.parent.glob(f".{glob.escape(path.name)}.*") if is_comparison(each))
+    return f"; saving one there was interrupted: rename {names(left)}" if left else ""
+
+
 def _file(number: int) -> str:
     return f"setting-{number}.safetensors"
 
@@ -113,5 +121,9 @@ def _replace(temporary: Path, path: Path) -> None:
     old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     old.rmdir()
     path.rename(old)
-    temporary.rename(path)
+    try:
+        temporary.rename(path)
+    except BaseException:
+        old.rename(path)
+        raise
     shutil.rmtree(old, ignore_errors=True)

@@ -47,7 +47,8 @@ class Recorder:
         self.began_s = time.perf_counter()
         self.error: str | None = None
         self._on_close, self._size_of = on_close, size_of
-        self._is_open, self._lock = True, threading.RLock()
+        self._is_open, self._has_ended = True, False
+        self._lock, self._ending = threading.RLock(), threading.RLock()
         self._untraced: dict[str, str] = {}
         self._seen: dict[str, None] = {}
         self._passed: dict[str, None] = {}
@@ -225,19 +226,25 @@ class Recorder:
             self.stop(what, error)
 
     def _end(self, *raised: Any) -> bool:
-        """Close once; whether this call did."""
-        if not self._is_open:
+        """Close once; whether this call did. Interrupted, it has not, and may be called again."""
+        if self._has_ended:
             return False
-        self._is_open = False
-        on_close, self._on_close = self._on_close, lambda recorder: None
-        on_close(self)
-        with self._lock:
-            self._untraced |= self.store.settle()
-        if self.writer is not None:
-            if raised[0] is None and self.error:
-                raised = (UserError, UserError(self.error), None)
-            with self._stopping("close the run"):
-                self.writer.__exit__(*raised)
+        # waits for the step in progress, which is still recorded; outside the lock, as that step may close too
+        self._on_close(self)
+        with self._ending:
+            if self._has_ended:
+                return False
+            self._is_open = False
+            with self._lock:
+                self._untraced |= self.store.settle()
+            if self.writer is not None:
+                if raised[0] is None and self.error:
+                    raised = (UserError, UserError(self.error), None)
+                with self._stopping("close the run"):
+                    self.writer.__exit__(*raised)
+            # what was recorded may outlive the engine, and does not keep it
+            self._on_close = lambda recorder: None
+            self._has_ended = True
         return True
 
     def _complain(self) -> None:

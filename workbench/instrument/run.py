@@ -155,7 +155,8 @@ def open_run(path: str | Path) -> Run:
     Raises:
         UserError: no run there, one of another format or a newer version, or a damaged one.
     """
-    folder = path_of(path, "the folder of a run")
+    # the working folder may change while the run is looked at
+    folder = path_of(path, "the folder of a run").absolute()
     if folder.name == run_files.RUN_FILE and folder.is_file():
         folder = folder.parent
     run = Run(folder, run_files.read_run_file(folder))
@@ -178,10 +179,11 @@ def remove_run(path: str | Path) -> None:
         raise UserError(f"run {str(folder)!r} is being written; it cannot be deleted")
     known = {run_files.RUN_FILE, run_files.TRACES, run_files.WRITER_LOCK, run_files.COMPACT_LOCK}
     known |= {f"{table}.{suffix}" for table in run_columns.TABLES for suffix in ("arrow", "parquet", "cut")}
+    unfinished = run_files.unfinished(folder)
     foreign = sorted(each.name for each in folder.iterdir() if each.name not in known and each.name[0] != ".")
     foreign += sorted(
         each.name for each in (folder / run_files.TRACES).glob("*")
-        if each.suffix != run_files.SUFFIX and each.name != run_files.INDEX
+        if each.suffix != run_files.SUFFIX and each.name != run_files.INDEX and each not in unfinished
     )
     if foreign:
         raise UserError(f"run {str(folder)!r} is not deleted: it holds {names(foreign, 4)}, which is not of the run")

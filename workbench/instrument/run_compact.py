@@ -48,8 +48,8 @@ def compact_dead(folder: Path) -> None:
             if lock.is_supported:
                 compact(folder)
                 (folder / run_files.WRITER_LOCK).unlink(missing_ok=True)
-                for left in folder.glob(".*.*"):
-                    left.unlink()  # of files that were never finished
+                for left in run_files.unfinished(folder):
+                    left.unlink()
         finally:
             lock.release()
 

@@ -214,6 +214,15 @@ def read_index(folder: Path) -> dict[str, str]:
     return found
 
 
+def unfinished(folder: Path) -> list[Path]:
+    """Return the files of a run that a killed writer was still making: theirs alone, whatever else is hidden there."""
+    wanted = [RUN_FILE, *(f"{table}.parquet" for table in run_columns.TABLES), f"{TRACES}/*{SUFFIX}"]
+    patterns = [(parent, f".{name}.") for parent, _, name in (each.rpartition("/") for each in wanted)]
+    found = [path for parent, name in patterns for path in (folder / parent).glob(f"{name}*")]
+    # mkstemp's names end in 8 characters, none of them a dot
+    return sorted(path for path in found if re.fullmatch(r"[a-z0-9_]{8}", path.name.rpartition(".")[2]))
+
+
 def unused(name: str, taken: Container[str]) -> str:
     """Return a name that is not taken: itself, or with a number behind it."""
     numbered = (f"{name}#{number}" for number in itertools.count(2))

@@ -73,6 +73,8 @@ class Runs(Mapping[str, Run]):
 
     def _about(self) -> pa.Table:
         frame = self.frame.drop(columns="problem")
+        # a column in which nothing is said is text all the same
+        frame = frame.astype({column: "string" for column in frame if frame[column].dtype == object})
         frame["meta"] = [json.dumps(run.meta) for run in self._runs.values()]
         return run_columns.arrow().Table.from_pandas(frame, preserve_index=False)
 
@@ -137,7 +139,11 @@ def _frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
     frame = pd.DataFrame(rows, columns=list(COLUMNS), dtype=object)
     for column in COLUMNS:
         is_whole = column in _NUMBERS and all(isinstance(each, int) for each in frame[column].dropna())
-        frame[column] = frame[column].astype("Int64" if is_whole else "str")
+        if is_whole:
+            frame[column] = frame[column].astype("Int64")
+        else:
+            # what is missing stays missing, and text is of the dtype that this pandas has for it
+            frame[column] = frame[column].map(str, na_action="ignore").astype(pd.Series(["text"]).dtype)
     return frame
 
 

@@ -47,7 +47,8 @@ class RunWriter:
         self, folder: str | Path, *, name: str | None = None, meta: Mapping[str, Any] | None = None,
         step_columns: Mapping[str, type] | None = None, request_columns: Mapping[str, type] | None = None,
     ):
-        self.path = path_of(folder, "the folder of a run")
+        # the working folder may change while the run is written
+        self.path = path_of(folder, "the folder of a run").absolute()
         self.error: TransientError | UserError | None = None  # the first that the writing thread met
         self._columns = {
             "steps": run_columns.with_extra("steps", step_columns),
@@ -62,7 +63,7 @@ class RunWriter:
         self._pending: dict[str, list[dict]] = {"steps": [], "requests": []}
         self._traces: dict[str, str] = {}
         self._busy = threading.RLock()  # taken to touch the files
-        self._news, self._ends = threading.Event(), threading.Event()
+        self._news, self._ends, self._has_ended = threading.Event(), threading.Event(), False
         self._thread = threading.Thread(target=self._flush_often, name="run-writer", daemon=True)
         self._lock = _begin(self.path)
         try:
@@ -216,14 +217,18 @@ class RunWriter:
             warnings.warn(f"run {str(self.path)!r}: {error}", stacklevel=2)
 
     def _stop(self) -> bool:
-        """Take no more, and let the writing thread end; whether this call did."""
+        """Take no more, and let the writing thread end; whether this call did. Interrupted, it may be called again."""
         with self._busy:
-            if self._ends.is_set():
+            if self._has_ended:
                 return False
             self._ends.set()
             self._news.set()
         if self._thread.ident is not None:
             self._thread.join()
+        with self._busy:
+            if self._has_ended:
+                return False
+            self._has_ended = True
         atexit.unregister(self._flush_quietly)
         return True
 

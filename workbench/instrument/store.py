@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ class Store:
         self._kept: dict[str, _Kept] = {}
         self._folder: Path | None = None
         self._numbers = itertools.count(1)
+        # the engine's thread puts traces into files while others read them
+        self._lock = threading.RLock()
 
     def array(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
         """Return an uninitialised array, in memory or in a file.
@@ -53,24 +56,26 @@ class Store:
         Raises:
             UserError: the disk has no room for it.
         """
-        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-        if not num_bytes or self._has_room(num_bytes):
-            self.used_bytes += num_bytes
-            return np.empty(shape, dtype)
-        path = self._path(".bin")
-        try:
-            _reserve(path, num_bytes)
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            raise UserError(f"cannot keep {num_bytes} bytes in {path.parent}: {error.strerror or error}") from None
-        return np.memmap(path, dtype, "r+", shape=tuple(shape))
+        with self._lock:
+            num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+            if not num_bytes or self._has_room(num_bytes):
+                self.used_bytes += num_bytes
+                return np.empty(shape, dtype)
+            path = self._path(".bin")
+            try:
+                _reserve(path, num_bytes)
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                raise UserError(f"cannot keep {num_bytes} bytes in {path.parent}: {error.strerror or error}") from None
+            return np.memmap(path, dtype, "r+", shape=tuple(shape))
 
     def release(self, array: np.ndarray) -> None:
         """Give an array back."""
-        if isinstance(array, np.memmap):
-            Path(array.filename).unlink(missing_ok=True)
-        else:
-            self.used_bytes -= array.nbytes
+        with self._lock:
+            if isinstance(array, np.memmap):
+                Path(array.filename).unlink(missing_ok=True)
+            else:
+                self.used_bytes -= array.nbytes
 
     def keep(self, key: str, num_bytes: int, make: Callable[[], Trace]) -> None:
         """Keep a trace of about `num_bytes`, made when it is asked for, or now if it must go to a file.
@@ -78,44 +83,48 @@ class Store:
         Raises:
             UserError: it cannot be made or saved.
         """
-        self.drop(key)
-        kept = _Kept(num_bytes, make)
-        if self._has_room(num_bytes):
-            self.used_bytes += num_bytes
+        with self._lock:
+            self.drop(key)
+            kept = _Kept(num_bytes, make)
+            if self._has_room(num_bytes):
+                self.used_bytes += num_bytes
+                self._kept[key] = kept
+                return
+            self._save(kept)
             self._kept[key] = kept
-            return
-        self._save(kept)
-        self._kept[key] = kept
 
     def trace(self, key: str) -> Trace:
         """Return a kept trace; from a file, its values are read when they are used."""
-        kept = self._kept[key]
-        if kept.path is not None:
-            return Trace.load(kept.path, lazy=True)
-        if kept.trace is None:
-            kept.trace = kept.make()
-            kept.make = None
-        return kept.trace
+        with self._lock:
+            kept = self._kept[key]
+            if kept.path is not None:
+                return Trace.load(kept.path, lazy=True)
+            if kept.trace is None:
+                kept.trace = kept.make()
+                kept.make = None
+            return kept.trace
 
     def settle(self) -> dict[str, str]:
         """Make every trace that waits to be made; return why, of those that cannot be."""
-        failed = {}
-        for key, kept in list(self._kept.items()):
-            if kept.make is not None:
-                try:
-                    self.trace(key)
-                except UserError as error:
-                    self.drop(key)
-                    failed[key] = str(error)
-        return failed
+        with self._lock:
+            failed = {}
+            for key, kept in list(self._kept.items()):
+                if kept.make is not None:
+                    try:
+                        self.trace(key)
+                    except UserError as error:
+                        self.drop(key)
+                        failed[key] = str(error)
+            return failed
 
     def drop(self, key: str) -> None:
         """Forget a trace; no error if there is none."""
-        kept = self._kept.pop(key, None)
-        if kept is not None and kept.path is not None:
-            kept.path.unlink(missing_ok=True)
-        elif kept is not None:
-            self.used_bytes -= kept.num_bytes
+        with self._lock:
+            kept = self._kept.pop(key, None)
+            if kept is not None and kept.path is not None:
+                kept.path.unlink(missing_ok=True)
+            elif kept is not None:
+                self.used_bytes -= kept.num_bytes
 
     def __contains__(self, key: object) -> bool:
         return key in self._kept
@@ -127,7 +136,8 @@ class Store:
     @property
     def num_spilled(self) -> int:
         """How many traces lie in files."""
-        return sum(kept.path is not None for kept in self._kept.values())
+        with self._lock:
+            return sum(kept.path is not None for kept in self._kept.values())
 
     @property
     def folder(self) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol
 
 from workbench.errors import UserError, names, nearest
@@ -151,6 +152,76 @@ def policy_named(text: Any) -> ReusePolicy:
     if (kind == "exact") == bool(number):
         raise UserError(f"policy {text!r} needs {'no number' if number else 'its number'}; examples: {examples}")
     return POLICIES[kind](int(number)) if number else POLICIES[kind]()
+
+
+def trusted(policy: Any) -> ReusePolicy:
+    """Return a policy that keeps the contract or raises: ours as they are, any other behind a check of what it says.
+
+    Raises:
+        UserError: no policy, or the class of one.
+    """
+    if isinstance(policy, type):
+        kind = policy.__name__
+        example = {"exact": "exact()", "non_granular": "non_granular(4)", "periodic": "periodic(8)"}.get(kind)
+        example = example or ("lagged(1)" if kind == "lagged" else f"{kind}(...)")
+        raise UserError(f"policy is the class {kind!r}; a request needs a policy made of it, such as {example}")
+    if type(policy) in POLICIES.values() or isinstance(policy, _Checked):
+        return policy
+    if not all(callable(getattr(policy, name, None)) for name in ("source", "last_own")):
+        raise UserError(f"policy must be a reuse policy such as exact() or non_granular(4), not {policy!r}")
+    return _Checked(policy)
+
+
+class _Checked:
+    """A policy of the user's own: each position is asked once, in order, and what it says is checked and kept."""
+
+    def __init__(self, policy: Any):
+        self._policy, self._kind = policy, type(policy).__name__
+        self._known: dict[int, list[int]] = {}
+        self._last: dict[int, int | None] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)  # a copy that has no policy yet
+        return getattr(self._policy, name)
+
+    def source(self, position: int, prompt_tokens: int) -> int:
+        """Return what the policy says of `position`."""
+        sources = self._known.setdefault(prompt_tokens, [])
+        while len(sources) <= position:
+            sources.append(self._asked(len(sources), prompt_tokens, sources[-1] if sources else 0))
+        return sources[position]
+
+    def last_own(self, prompt_tokens: int) -> int | None:
+        """Return what the policy says."""
+        if prompt_tokens in self._last:
+            return self._last[prompt_tokens]
+        last = self._told(f"last_own({prompt_tokens})", lambda: self._policy.last_own(prompt_tokens))
+        if last is not None and (isinstance(last, bool) or not isinstance(last, Integral)):
+            raise UserError(f"policy {self._kind}: last_own({prompt_tokens}) is a position or None, not {last!r}")
+        self._last[prompt_tokens] = last
+        return last
+
+    def _asked(self, position: int, prompt_tokens: int, before: int) -> int:
+        said = f"source({position}, {prompt_tokens})"
+        found = self._told(said, lambda: self._policy.source(position, prompt_tokens))
+        said = f"policy {self._kind}: {said} is {found!r}"
+        if isinstance(found, bool) or not isinstance(found, Integral):
+            raise UserError(f"{said}, not a whole number")
+        if not 0 <= found <= position:
+            raise UserError(f"{said}; a source is a position from 0 to {position}, the input itself")
+        if found < before:
+            raise UserError(f"{said}, and that of the input before is {before}; a source never goes back")
+        last = self.last_own(prompt_tokens)
+        if last is not None and found > last:
+            raise UserError(f"{said}, which is after the last that has scalings of its own, last_own: {last}")
+        return int(found)
+
+    def _told(self, said: str, ask: Any) -> Any:
+        try:
+            return ask()
+        except Exception as error:  # the user's own code, whatever it raises
+            raise UserError(f"policy {self._kind}: {said} raised {type(error).__name__}: {error}") from error
 
 
 def _require_count(policy: str, letter: str, value: Any) -> None:
