@@ -152,3 +152,27 @@ def test_other_errors_of_the_system_are_the_point_s_own(run, grid, monkeypatch):
     monkeypatch.setattr(tasks, "measure", lost)
     code, out, _ = run("sweep", grid)
     assert code == 1 and "6 × ConnectionResetError: [Errno 104] Connection reset by peer" in out
+
+
+def test_runs_of_an_edited_trace_are_missing_and_one_line_says_so(run, grid):
+    grid.write_text('repeats = 2\n[fixed]\narrivals = "trace"\ntrace = "t.jsonl"\n[axes]\nseed = [0, 1]\n')
+    trace = grid.parent / "t.jsonl"
+    trace.write_text("one")
+    assert run("sweep", grid)[0] == 0 and "read another" not in run("sweep", grid)[1]
+    trace.write_text("two")
+    said = "toy: 4 finished runs read another trace ('t.jsonl') than there is now: counted as missing\n"
+    code, out, _ = run("sweep", grid, "--dry-run")
+    assert code == 0 and out.count(said) == 1 and "0 of 4 finished" in out
+    code, out, err = run("sweep", grid, "--limit", 1)
+    assert code == 0 and out.startswith(said) and "2 run, 0 finished before" in out and "2/2" in err
+    code, out, _ = run("sweep", "merge", grid, grid.parent / "out", out="all")
+    assert code == 0 and "2 finished runs read another trace" in out and "2 of 4 runs in" in out
+
+
+def test_a_table_without_units_keeps_its_rows(run, grid):
+    run("sweep", grid)
+    for path in sorted((grid.parent / "out" / "toy").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    code, out, _ = run("sweep", grid, "--only", "seed=1", "--limit", 1)
+    assert code == 0 and "2 run, 0 finished before" in out
+    assert sorted(pd.read_parquet(grid.parent / "out" / "toy.parquet").tok_s) == [0, 1, 10, 11, 20, 21]
