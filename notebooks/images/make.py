@@ -12,12 +12,16 @@ import time
 from pathlib import Path
 
 import nbformat
+import numpy as np
 from nbclient import NotebookClient
 from PIL import Image
 
 FOLDER = Path(__file__).resolve().parent
 MAX_BYTES = 150_000
 WIDTHS = (1200, 1000, 850, 700)
+# how far a pixel may be from its colour: the commonest colours little, edges of letters and rare shades a bit more
+TOLERANCES = (2, 4, 6, 8, 10, 12)
+COARSE, COMMONEST = 24, 200
 
 
 def main(names: list[str]) -> None:
@@ -50,12 +54,38 @@ def shrunk(png: bytes) -> bytes:
     for width in WIDTHS:
         width = min(width, image.width)
         scaled = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
-        for colours in (255, 128, 64):
+        for tolerance in TOLERANCES:
+            coarse = with_palette(scaled, tolerance)
+            if coarse is None:
+                continue
             written = io.BytesIO()
-            scaled.quantize(colours, dither=Image.Dither.NONE).save(written, "png", optimize=True)
+            coarse.save(written, "png", optimize=True)
             if written.tell() <= MAX_BYTES:
                 return written.getvalue()
     raise SystemExit(f"the picture does not fit into {MAX_BYTES} bytes")
+
+
+def with_palette(image: Image.Image, tolerance: int) -> Image.Image | None:
+    """Return the picture in 256 colours of its own, its commonest within `tolerance`, all within COARSE, or None.
+
+    The distance is that of red, green and blue, 0 to 255 each. Median cut would average an adapter's colour away.
+    """
+    pixels = np.asarray(image).reshape(-1, 3).astype(np.int64) @ (65536, 256, 1)
+    packed, place, counts = np.unique(pixels, return_inverse=True, return_counts=True)
+    colours = packed[:, None] // (65536, 256, 1) % 256
+    off, nearest, chosen = np.full(len(colours), np.inf), np.zeros(len(colours), np.uint8), []
+    for each in np.argsort(-counts, kind="stable"):
+        if off[each] <= (tolerance if len(chosen) < COMMONEST else COARSE):
+            continue
+        if len(chosen) == 256:
+            return None
+        distance = np.linalg.norm(colours - colours[each], axis=1)
+        nearest[distance < off] = len(chosen)
+        off = np.minimum(off, distance)
+        chosen.append(colours[each])
+    found = Image.fromarray(nearest[place].reshape(image.height, image.width), "P")
+    found.putpalette(np.array(chosen, dtype=np.uint8).tobytes())
+    return found
 
 
 if __name__ == "__main__":
