@@ -6,16 +6,18 @@ Run: pytest tests/test_advise.py
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sweep_problem import fidelity, prepared_on, write_shelf
+from models import Adapter, MixtureSpec
+from sweep_problem import BITWISE, MODEL, fidelity, prepared_on, write_shelf
 
 from workbench import UserError
 from workbench.cli import main
+from workbench.cli.advise import _verdict
 from workbench.sweep import fidelity as module
 from workbench.sweep.advise import (
     POLICIES,
@@ -47,12 +49,22 @@ def test_the_cheapest_that_keeps_the_limit_with_its_interval():
     assert cheapest(some, 0.01) is near and cheapest(some, 0.001) is EXACT and cheapest(some, 1e-10) is None
 
 
-def test_of_those_that_cost_alike_the_faster_then_the_closer():
+def timed(policy, kl, forwards, low, tok_s, high) -> Candidate:
+    return replace(candidate(policy, kl, forwards, tok_s), tok_s_low=low, tok_s_high=high)
+
+
+def test_of_those_that_cost_alike_the_closest_unless_one_is_faster_beyond_both_intervals():
     slow, fast = candidate("lagged(1)", 0.001, 1.01, 10.0), candidate("lagged(4)", 0.002, 1.01, 20.0)
-    assert cheapest((EXACT, slow, fast), 0.1) is fast
-    # one run of each: a difference of a few per cent is noise, and the closer one is better
-    alike = candidate("lagged(2)", 0.0005, 1.012, 18.5)
-    assert cheapest((EXACT, slow, fast, alike), 0.1) is alike
+    # one run of each says nothing of how far speeds vary: twice as fast may be noise
+    assert cheapest((EXACT, slow, fast), 0.1) is slow and cheapest((EXACT, fast, slow), 0.1) is slow
+    near, far = timed("lagged(1)", 0.001, 1.01, 9.0, 10.0, 11.0), timed("lagged(4)", 0.002, 1.012, 10.9, 20.0, 21.0)
+    assert cheapest((EXACT, near, far), 0.1) is near
+    apart = replace(far, tok_s_low=11.1)
+    assert cheapest((EXACT, near, apart), 0.1) is apart and cheapest((EXACT, near, apart), 0.0013) is near
+    # of two that are both faster the closer one, unless the other is faster than that, too
+    between = timed("lagged(2)", 0.0015, 1.01, 12.0, 13.0, 20.0)
+    assert cheapest((EXACT, near, apart, between), 0.1) is between
+    assert cheapest((EXACT, near, replace(apart, tok_s_low=20.5), between), 0.1).policy == "lagged(4)"
     assert cheapest((EXACT, fast, candidate("non_granular(0)", 0.05, 1.0, 1.0)), 0.1).policy == "non_granular(0)"
 
 
@@ -72,7 +84,10 @@ def test_a_sweeps_rows_are_candidates_too():
     some = (EXACT, candidate("lagged(1)", 0.001, 1.01, 10.0))
     frame = pd.DataFrame([{**asdict(each), "tok_s": each.tok_s + extra, "texts": "single"}
                           for extra in (0, -1, 5) for each in some])
-    assert candidates_of(frame) == some
+    found = candidates_of(frame)
+    assert found == tuple(replace(each, tok_s_low=each.tok_s - 1, tok_s_high=each.tok_s + 5) for each in some)
+    # two runs, or one, are no interval
+    assert candidates_of(frame[: 2 * len(some)])[0].tok_s_low is None and candidates_of(frame[:2]) == some
     with pytest.raises(UserError, match="'kl_high' are missing"):
         candidates_of(frame.drop(columns="kl_high"))
 
@@ -124,14 +139,31 @@ def test_measured_advice_is_that_of_its_numbers(prepared):
     point = fidelity(texts="single", passages=8)
     found = advise(prepared.engine, "mix", point, 1.0, SOME, progress=lambda *each: done.append(each))
     assert [each.policy for each in found.candidates] == list(SOME) and done == [(each, 4) for each in SOME]
-    assert (found.passages, found.tokens, found.notes) == (8, 8 * 18, ())
+    assert (found.passages, found.tokens, found.distinct_texts) == (8, 8 * 18, 4)
+    assert found.notes == ("the 8 passages are of 4 distinct texts: too few to stand for others; give at least 8",)
     exact, never, some, _ = found.candidates
     assert found.floor is exact and exact.kl < 1e-12 and some.kl < never.kl and never.scalings_l1 > 0
     # everything loses less than a nat here: the cheapest is the one that never computes any
     assert found.chosen is never and never.forwards_per_token < exact.forwards_per_token
     tight = advise(prepared.engine, "mix", point, exact.kl_high + 1e-13, SOME)
     assert tight.chosen.policy == "exact" and tight.to_dict()["advice"] == "exact"
-    assert list(found.to_frame().policy) == list(SOME) and json.loads(json.dumps(found.to_dict()))["is_sure"]
+    assert list(found.to_frame().policy) == list(SOME) and not json.loads(json.dumps(found.to_dict()))["is_sure"]
+    assert set(found.to_frame().num_texts) == {4} and not found.to_dict()["policies"][0]["tok_s_low"]
+
+
+def test_an_exact_of_another_mixture_is_not_what_one_is_compared_with(tmp_path):
+    shelf = write_shelf(tmp_path)
+    other = MixtureSpec({"a": Adapter(("q_proj", "up_proj"), seed=8), "b": Adapter(("q_proj",), rank=2, seed=9)},
+                        {"layerwise_scalings": True})  # fmt: skip
+    other.write(shelf / "other", MODEL)
+    engine, point = prepared_on(shelf, **BITWISE).engine, fidelity(texts="single", passages=4)
+    engine.load_mixture(shelf / "other", "two")
+    assert advise(engine, "mix", point, 1.0, SOME[:2]).floor.kl == 0
+    # of the same texts, and of the same name once something else is loaded under it
+    assert advise(engine, "two", point, 1.0, SOME[:2]).floor.kl == 0
+    engine.unload("two")
+    engine.load_mixture(shelf / "mix", "two")
+    assert advise(engine, "two", point, 1.0, SOME[:2]).floor.kl == 0
 
 
 def test_passages_that_do_not_fit_into_memory_are_measured_block_by_block(prepared, monkeypatch):
@@ -174,7 +206,7 @@ def test_the_command_says_what_to_do(run, tmp_path):
     page = tmp_path / "page.html"
     code, out, err = run("--max-kl", 1, "--passages", 4, "--out", page)
     lines = out.splitlines()
-    assert code == 0 and lines[0].startswith("4 passages of texts 'single', 72 tokens scored; null floor")
+    assert code == 0 and lines[0].startswith("4 passages of 4 texts ('single'), 72 tokens scored; null floor")
     assert [line.split()[0] for line in lines[1:5]] == ["policy", "exact", "non_granular(0)", "periodic(2)"]
     assert lines[5].startswith("advice: non_granular(0) - KL ") and "fewer than exact scalings" in lines[5]
     assert lines[6].startswith("unsure: 4 passages: too few") and "3/3" in err
@@ -198,10 +230,32 @@ def test_none_that_keeps_the_limit_is_said(run, monkeypatch):
     assert code == 1 and "none of these policies stays below KL 1e-14; the closest is exact, with up to" in out
 
 
-def test_exact_is_advised_where_nothing_cheaper_will_do(run, monkeypatch):
-    monkeypatch.setattr("workbench.sweep.advise.cheapest", lambda candidates, max_kl: candidates[0])
-    code, out, _ = run("--max-kl", 1e-14, "--texts", "switching", "--passages", 2)
-    assert code == 0 and "advice: exact - none of the others stays below KL 1e-14\n" in out
+def test_exact_is_advised_where_nothing_cheaper_will_do(run):
+    code, out, _ = run("--max-kl", 1e-12, "--texts", "switching", "--passages", 2)
+    assert code == 0 and "advice: exact - none that is cheaper stays below KL 1e-12\n" in out
+
+
+def verdict_of(*candidates, limit=0.01) -> str:
+    return _verdict(Advice(limit, "switching", 12, 99, candidates, cheapest(candidates, limit), ()))
+
+
+def test_a_costlier_one_that_keeps_the_limit_makes_no_false_sentence():
+    exact, costly = candidate("exact", 1e-9, 1.14), candidate("periodic(2)", 0.003, 1.5)
+    said = verdict_of(exact, costly, candidate("non_granular(0)", 0.2, 1.0))
+    assert said == "advice: exact - none that is cheaper stays below KL 0.01"
+    near = candidate("lagged(1)", 0.005, 1.01)
+    assert "1.01 forwards per token, 11% fewer than exact" in verdict_of(exact, costly, near)
+    # a floor above the limit: what is left may cost more than exact scalings
+    assert "1.50 forwards per token, 32% more than exact" in verdict_of(candidate("exact", 0.02, 1.14), costly)
+
+
+def test_few_texts_are_a_doubt():
+    best = candidate("periodic(2)", 0.002, 1.3)
+    said = doubts((EXACT, best), best, 0.01, 20, 4)
+    assert said == ["the 20 passages are of 4 distinct texts: too few to stand for others; give at least 8"]
+    assert doubts((EXACT, best), best, 0.01, 20, 8) == []
+    maybe = candidate("lagged(1)", 0.0095, 1.0)
+    assert doubts((EXACT, maybe, best), best, 0.01, 20, 4)[1].endswith("more texts may tell")
 
 
 @pytest.mark.parametrize(

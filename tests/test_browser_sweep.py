@@ -40,7 +40,7 @@ def table_of(view) -> list[list[str]]:
     """Return Python's table as the page writes it, but with numbers for the numbers."""
     keys = [name for name in ("facet", "series", "x") if name in view.table()]
     return [
-        [*(spelled(row[key]) for key in keys), row["mean"], row["low"], row["high"], row["n"]]
+        [*(spelled(row[key]) for key in keys), row["median"], row["low"], row["high"], row["n"]]
         for row in view.table().to_dict("records")
     ]
 

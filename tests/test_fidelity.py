@@ -30,6 +30,7 @@ from workbench.sweep.fidelity import (
     rank_correlation,
     reference_of,
     same_tokens,
+    sources_of,
     summary,
 )
 from workbench.sweep.passages import passages_of
@@ -125,6 +126,28 @@ def test_a_summary_is_the_mean_over_passages():
     # equal passages have an interval of no width; a figure that none has is left out
     same = summary(rows.assign(kl=4.0, scalings_rank=math.nan, domain="a"))
     assert (same["kl_low"], same["kl_high"]) == (4.0, 4.0) and "scalings_rank" not in same and "kl:a" not in same
+
+
+def test_a_summary_resamples_texts_and_counts_them():
+    rows = pd.DataFrame({key: [0.0, 0.1, 8.0, 8.1] for key in COMPARED} | {"domain": "a", "text": ["x", "x", "y", "y"]})
+    found, alone = summary(rows), summary(rows.drop(columns="text"))
+    assert (found["num_texts"], alone["num_texts"], found["num_passages"]) == (2, 4, 4)
+    assert sources_of(rows) == [("x",), ("x",), ("y",), ("y",)]
+    switched = rows.assign(other_text=["y", None, "x", "z"])
+    assert sources_of(switched) == [("x", "y"), ("x",), ("y", "x"), ("y", "z")]
+    assert summary(switched)["num_texts"] == 3
+    # six texts of three like passages each know less than eighteen texts would
+    values = np.repeat([0.0, 1, 2, 5, 6, 9], 3)
+    many = pd.DataFrame(dict.fromkeys(COMPARED, values) | {"domain": "a", "text": np.repeat(list("abcdef"), 3)})
+    few, more = summary(many), summary(many.drop(columns="text"))
+    assert few["kl_high"] - few["kl_low"] > 1.3 * (more["kl_high"] - more["kl_low"]) and few["kl"] == more["kl"]
+
+
+def test_passages_say_their_texts(bitwise, tmp_path):
+    found, _, folder = measured(bitwise, tmp_path, "exact", passages=5)
+    rows = pd.read_parquet(folder / "passages.parquet")
+    assert found["num_texts"] == len({*rows.text, *rows.other_text}) == 4
+    assert [f"{one}@0>{other}" for one, other in zip(rows.text, rows.other_text, strict=True)] == rows.passage.tolist()
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from workbench.display.frontier_figure import frontier, number_text, panels_of
+from workbench.display.frontier_figure import PANELS, frontier, number_text, panels_of
 from workbench.display.places_figure import curves_of, kl_by_place, smoothed
 from workbench.display.placing import label_boxes, spread
 from workbench.display.policies import family_of, ordered, short_label
 from workbench.errors import UserError
+from workbench.sweep.point import SETTINGS
 
 pytestmark = pytest.mark.filterwarnings("error")
 POLICIES = {
@@ -67,6 +68,28 @@ def test_what_differs_beside_the_texts_has_panels_of_its_own():
     panels = panels_of(failed_and_other(table(texts=("single",))))
     assert [panel.name for panel in panels] == ["mixture: demo texts: single", "mixture: other texts: single"]
     assert max(spot.kl for panel in panels for spot in panel.spots) < 1
+
+
+def test_every_setting_but_the_policy_has_panels():
+    assert {*PANELS, "policy"} == set(SETTINGS)
+    frame = table(texts=("single",)).assign(prefix_tokens=32, passage_tokens=128)
+    longer = frame.assign(prefix_tokens=96, kl=frame.kl * 10, tok_s=frame.tok_s * 3)
+    short, long = panels_of(pd.concat([frame, longer]), "tok_s")
+    assert [short.name, long.name] == ["texts: single prefix_tokens: 32", "texts: single prefix_tokens: 96"]
+    for panel, factor, speed in ((short, 1, 1), (long, 10, 3)):
+        spot = next(each for each in panel.spots if each.policy == "lagged(1)")
+        assert (spot.kl, spot.cost) == pytest.approx((4.2e-3 * factor, speed * (40 / 1.01 + 1)))
+    # what follows from the texts is not named
+    frame = table().assign(passages=lambda rows: rows.texts.map({"single": 12, "switching": 4}))
+    assert [panel.name for panel in panels_of(frame)] == ["texts: single", "texts: switching"]
+
+
+def test_the_interval_says_how_many_texts_it_rests_on():
+    def said(frame):
+        return " ".join(text.get_text() for text in frontier(frame).figure.texts)
+
+    assert "95 %" not in said(table())
+    assert "95 % bootstrap interval over 4 distinct texts" in said(table().assign(num_texts=4))
 
 
 def spots_of(axes) -> list:
@@ -169,6 +192,19 @@ def test_a_curve_is_the_mean_over_passages_at_each_place():
     assert list(curves) == ["exact", "non_granular(3)", "periodic(8)", "lagged(1)"]
     assert (curves["non_granular(3)"][:4] == 0).all()
     assert curves["non_granular(3)"][4:12] == pytest.approx(3e-3) and curves["lagged(1)"][12:] == pytest.approx(7.5e-2)
+
+
+def test_curves_of_mixtures_bases_and_dtypes_are_not_averaged():
+    one = places().assign(mixture="a", base="demo", dtype="float32", point="p")
+    other = one.assign(mixture="b", point="q", kl=one.kl * 100)
+    found = curves_of(pd.concat([one, other]))
+    assert list(found) == ["mixture: a texts: switching", "mixture: b texts: switching"]
+    assert found["mixture: b texts: switching"]["periodic(8)"][2:12] == pytest.approx(0.3)
+    # without such columns it is said that curves are means over points
+    both = pd.concat([one, other]).drop(columns=["mixture", "base", "dtype"])
+    said = " ".join(text.get_text() for text in kl_by_place(both).figure.texts)
+    assert "means over up to 2 points that differ in other settings" in said
+    assert "up to" not in " ".join(text.get_text() for text in kl_by_place(pd.concat([one, other])).figure.texts)
 
 
 def test_smoothing_crosses_no_switch_and_counts_no_nothing():

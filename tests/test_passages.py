@@ -113,6 +113,19 @@ def test_a_file_of_ones_own_is_cut_into_passages(tmp_path):
     ]  # fmt: skip
 
 
+def test_passages_know_their_texts(tmp_path):
+    found = passages_of(fidelity(texts="switching", passages=12), ENGINE)
+    assert {each.sources for each in found} == {tuple(each.name.replace("@0", "").split(">")) for each in found}
+    assert len({source for each in found for source in each.sources}) == 4
+    path = tmp_path / "t.jsonl"
+    # one text twice is one text; two of one name are two
+    texts = [("same", "x" * 40), ("same", "y" * 40), ("other", "x" * 40), ("third", "z" * 40)]
+    path.write_text("\n".join(json.dumps({"name": name, "text": text}) for name, text in texts))
+    found = passages_of(fidelity(texts=str(path), passages=8, passage_tokens=16), ENGINE)
+    assert [each.sources for each in found[:4]] == [("same",), ("same (2)",), ("same",), ("third",)]
+    assert len({each.sources for each in found}) == 3
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

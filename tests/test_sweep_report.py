@@ -16,8 +16,8 @@ from workbench import UserError
 from workbench.sweep.document import Block, Document
 from workbench.sweep.grid import Grid
 from workbench.sweep.places import COLUMNS
-from workbench.sweep.report import axes_of, caveats, read_table, report_of
-from workbench.sweep.report_tables import THROUGHPUT, against, baseline_of, domain_tables, main_table
+from workbench.sweep.report import axes_of, caveats, curves_of, read_table, report_of
+from workbench.sweep.report_tables import THROUGHPUT, against, baseline_of, domain_tables, main_table, memory_table
 from workbench.sweep.store import Store, flat, units_of
 
 GRID = Grid.of(
@@ -73,6 +73,106 @@ def test_ratios_compare_the_rounds_that_both_have():
     assert against(frame[frame.point != base.id], identical, base, "tok_s") is None
 
 
+def test_one_repeat_has_no_ratio():
+    once = table()[lambda frame: frame["repeat"] == 0]
+    block = main_table(GRID, GRID.points, once, THROUGHPUT)
+    assert {row[-2] for row in block.content[1:]} == {"–"} and block.note.startswith("one repeat of each: no intervals")
+    assert cells(block, 1)["tok/s"] == "20.0"
+
+
+def test_rounds_of_two_sessions_are_not_paired():
+    frame = table().assign(session="a", backend="in process")
+    base, _, identical, skewed, *_ = GRID.points
+    assert against(frame, identical, base, "tok_s").is_paired
+    # the base ran on another day, when the machine was half as fast in one round
+    moved = frame.copy()
+    moved.loc[moved.point == base.id, "session"] = "b"
+    found = against(moved, identical, base, "tok_s")
+    assert not found.is_paired and (found.value, found.low, found.high) == (0.5, 5 / 20, 10 / 10)
+    block = main_table(GRID, GRID.points, moved, THROUGHPUT)
+    rows = {row[0]: row[-2] for row in block.content[1:]}
+    assert rows["mode=lora popularity=identical concurrency=2"] == "0.500 (0.250–1.000) †"
+    assert rows["mode=lora popularity=identical concurrency=8"] == "0.500" and "† of different" not in block.note
+    assert "†: of different sessions, resampled apart" in block.note
+    assert "units ran in 2 sessions: only rounds of one session" in caveats(GRID, moved)[1]
+    # two rounds of three in one session are compared with each other alone
+    resumed = frame.copy()
+    resumed.loc[(resumed.point == base.id) & (resumed["repeat"] == 1), "session"] = "b"
+    found = against(resumed, skewed, base, "tok_s")
+    assert found.is_paired and found.n == 2 and (found.low, found.high) == (2 / 12, 2 / 10)
+
+
+def test_the_command_says_how_units_ran():
+    frame = table().assign(session="a", backend="in process")
+    frame.loc[frame["repeat"] == 2, "backend"] = "joblib 4"
+    frame.loc[frame["repeat"] == 1, "backend"] = "ray"
+    text = report_of(GRID, frame).markdown()
+    assert "workbench sweep toy\nworkbench sweep toy --ray\nworkbench sweep toy --jobs 4\nworkbench report toy" in text
+    assert "* 1 session; units ran in process, ray, joblib 4" in text
+    assert "units ran side by side (ray, joblib 4): they slowed each other" in text
+
+
+def test_memory_is_in_units_one_can_read():
+    bytes_of = {"model_bytes": 1.23e9, "slots_bytes": 7e6, "kv_peak_bytes": 4e6}
+    frame = table().assign(**bytes_of)
+    frame.loc[frame["repeat"] == 1, "kv_peak_bytes"] = 5e6
+    (block,) = memory_table(GRID, GRID.points, frame)
+    assert block.content[:2] == [["point", "weights of the base", "slots of adapters", "largest KV cache"],
+                                 ["mode=base concurrency=2", "1.23 GB", "7.00 MB", "4.00 (4.00–5.00) MB"]]  # fmt: skip
+    assert "largest KV cache" in report_of(GRID, frame).markdown()
+    assert memory_table(GRID, GRID.points, table()) == []
+    assert memory_table(GRID, GRID.points, frame.drop(columns="slots_bytes"))[0].content[0][1:] == [
+        "weights of the base", "largest KV cache"]  # fmt: skip
+
+
+def test_points_that_differ_in_another_setting_are_no_one_point_of_a_figure():
+    some = {"concurrency": [1, 4, 16]}
+    mixture = {"fixed": {"mode": "xlora"}, "axes": {"policy": ["exact", "lagged(1)"], **some}}
+    grid = Grid.of({"name": "many", "repeats": 3, "fixed": {"requests": 8}, "axes": some, "block": [mixture]})
+    speeds = {None: 30.0, "exact": 10.0, "lagged(1)": 20.0}
+    frame = table(grid, lambda point, repeat: {"tok_s": speeds[point.policy] + repeat ** 2})
+    shown, series, facet = curves_of(frame, *axes_of(grid, frame))
+    assert series == "mode, policy" and facet is None
+    assert set(shown[series]) == {"base", "xlora, exact", "xlora, lagged(1)"}
+    picture = report_of(grid, frame).pictures["many-throughput.png"]
+    # the median of 0, 1 and 4 more; the mean would be 1.7 more
+    for curve, middle in (("base", 31), ("xlora, exact", 11), ("xlora, lagged(1)", 21)):
+        assert f"{curve}, concurrency 4: {middle}," in picture.description
+    assert "as well" not in picture.description and "range of 3 repeats 10 to 14" in picture.description
+
+
+def test_more_curves_than_one_panel_holds_make_panels():
+    axes = {"adapters": list(range(1, 9)), "rank": [2, 4, 8, 16, 32], "popularity": ["identical", "skewed", "uniform"]}
+    grid = Grid.of({"repeats": 1, "fixed": {"mode": "lora"}, "axes": axes})
+    frame = table(grid, lambda point, repeat: {"tok_s": 1.0})
+    shown, series, facet = curves_of(frame, *axes_of(grid, frame))
+    assert (series, facet) == ("rank", "popularity") and shown["rank"].nunique() == 5
+    assert shown.groupby(["adapters", series, facet]).size().max() == 1
+
+
+def test_few_texts_are_said():
+    few = table(FIDELITY, lambda point, repeat: {**lost(point, repeat), "num_texts": 4})
+    assert [each for each in caveats(FIDELITY, few) if "distinct" in each] == [
+        f"texts {texts}: 6 passages of 4 distinct texts; intervals over fewer than 8 texts say little of others"
+        for texts in ("single", "switching")]  # fmt: skip
+    text = report_of(FIDELITY, few).markdown()
+    assert "2 × 6 passages of 4 texts" in text and "95 % bootstrap interval, texts resampled" in text
+    assert not [each for each in caveats(FIDELITY, few.assign(num_texts=8)) if "texts" in each]
+    # a table from before says what its intervals are not
+    assert any("they are too narrow" in each for each in caveats(FIDELITY, table(FIDELITY, lost)))
+
+
+def test_places_of_points_that_differ_elsewhere_have_panels_of_their_own():
+    grid = Grid.of({"name": "lost", "repeats": 1, "fixed": {"task": "fidelity", "mode": "xlora"},
+                    "axes": {"dtype": ["float32", "bfloat16"], "policy": ["exact", "lagged(1)"]}})  # fmt: skip
+    frame = table(grid, lambda point, repeat: {**lost(point, repeat), "kl": 0.1 if point.dtype == "float32" else 0.2})
+    places = places_of(grid).drop(columns=["dtype", "mixture", "base"], errors="ignore")
+    made = report_of(grid, frame, places)
+    for name in ("frontier", "places"):
+        words = made.pictures[f"lost-{name}.png"].description
+        assert "dtype: float32 texts: single" in words and "dtype: bfloat16 texts: single" in words
+
+
 def test_the_baseline_is_the_one_that_differs_least():
     for point in GRID.points:
         assert baseline_of(GRID, point, GRID.baseline_points()).concurrency == point.concurrency
@@ -111,7 +211,7 @@ def test_fidelity_keeps_the_intervals_over_passages_and_shows_domains():
     text = report_of(FIDELITY, frame, places_of(FIDELITY)).markdown()
     assert "| policy=non_granular(4) texts=single | 0.02000 (0.01000–0.04000) | 1.0000 | 9.00 |" in text
     # what the digits would call nothing is not nothing
-    assert "| 3.0e-07 (1.5e-07–6.0e-07) |" in text and "| 2 × 6 passages |" in text
+    assert "| 3.0e-07 (1.5e-07–6.0e-07) |" in text and "| 2 × 6 passages, 128 tokens each |" in text
     assert "lost-frontier.png" in text and "lost-places.png" in text
     single, perplexities, switching, _ = domain_tables(FIDELITY, FIDELITY.points, frame)
     assert single.content == [["point", "german", "python"], ["policy=exact", "0.00000", "1.00000"],
@@ -145,18 +245,34 @@ def test_nothing_in_a_report_becomes_markup(tmp_path):
 def test_what_a_reader_must_know_is_said():
     frame = table()
     assert caveats(GRID, frame) == [
-        "3 repeats: an interval of times is no wider than the repeats",
-        "load average before a unit: 0.5 to 0.5 on 2 cores",
+        "3 repeats: with fewer than 6 an interval of times is the range of the repeats, which holds the true median "
+        "less often than in 95 of 100 cases",
+        "load average before a unit: 0.5 to 0.5 on 2 cores, of which the sweep's own threads are a part",
     ]
-    busy = frame.assign(load_before=7.0)
-    assert "other programs ran" in caveats(GRID, busy)[1]
+    once = frame[frame["repeat"] == 0]
+    assert caveats(GRID, once)[0] == "1 repeat: one run says nothing of how far times vary"
     halved = frame[frame.point != GRID.points[0].id].copy()
     halved.loc[halved.index[0], ["status", "error"]] = ["failed", "no room"]
     halved.loc[halved.index[1], "cpu"] = "Another"
     said = caveats(GRID, halved.assign(dtype="bfloat16"), foreign=2)
     assert said[:3] == ["2 points of the table are not in this grid any more, and not in this report",
                         "1 unit failed: no room", "1 point has no result: mode=base concurrency=2"]  # fmt: skip
-    assert "2 to 3 repeats" in said[3] and "bfloat16" in said[5] and "different machines" in said[6]
+    assert "2 to 3 repeats" in said[3] and "bfloat16" in said[5] and "different machines ('cpu' differ)" in said[6]
+    # as many cores of the same name may be another machine still
+    other = frame.assign(threads=[2] * (len(frame) - 1) + [16], cores=[2] * (len(frame) - 1) + [64])
+    assert "different machines ('cores', 'threads' differ)" in caveats(GRID, other)[-1]
+
+
+def test_what_other_programs_used_is_said_where_it_was_measured():
+    frame = table().assign(others_cores=0.04, load_before=7.0)
+    assert not [each for each in caveats(GRID, frame) if "cores" in each]
+    assert "other programs used at most 0.04 cores while units ran" in report_of(GRID, frame).markdown()
+    frame.loc[3, "others_cores"] = 1.62
+    assert caveats(GRID, frame)[-1] == ("other programs used 0.0 to 1.6 cores while units ran: times say less than "
+                                        "counts")  # fmt: skip
+    assert "load average" not in report_of(GRID, frame).markdown()
+    # nobody could tell them apart from units that ran beside: nothing is known
+    assert "load average before a unit: 7.0" in caveats(GRID, frame.assign(others_cores=np.nan))[-1]
 
 
 def test_the_command_and_the_machine_are_in_the_report(tmp_path):
@@ -170,14 +286,14 @@ def test_the_command_and_the_machine_are_in_the_report(tmp_path):
 
 def test_axes_are_settings_that_split_points_of_one_value():
     frame = table()
-    assert axes_of(GRID, frame) == ("popularity", "concurrency")
+    assert axes_of(GRID, frame) == ("popularity", ["concurrency"])
     one = Grid.of({"axes": {"adapters": [1, 8, 64]}, "fixed": {"mode": "lora", "popularity": "uniform"}})
-    assert axes_of(one, table(one, lambda point, repeat: {"tok_s": 1.0})) == ("adapters", None)
+    assert axes_of(one, table(one, lambda point, repeat: {"tok_s": 1.0})) == ("adapters", [])
     alone = Grid.of({})
     assert axes_of(alone, table(alone, lambda point, repeat: {"tok_s": 1.0})) is None
     # slots that go with the number of adapters split nothing
     pairs = Grid.of({"block": [{"fixed": {"mode": "lora", "adapters": n, "slots": min(n, 8)}} for n in (1, 8, 64)]})
-    assert axes_of(pairs, table(pairs, lambda point, repeat: {"tok_s": 1.0})) == ("adapters", None)
+    assert axes_of(pairs, table(pairs, lambda point, repeat: {"tok_s": 1.0})) == ("adapters", [])
 
 
 def test_tables_that_are_none_are_named(tmp_path):

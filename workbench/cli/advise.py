@@ -112,13 +112,19 @@ def _bar(total: int) -> Any:
 
 
 def _say(advice: Advice) -> None:
-    print(f"{advice.passages} passages of texts {advice.texts!r}, {advice.tokens} tokens scored; null floor (exact "
-          f"against itself): KL {advice.floor.kl:.2g}")
+    print(f"{_passages(advice)}, {advice.tokens} tokens scored; null floor (exact against itself): KL "
+          f"{advice.floor.kl:.2g}")
     for line in _aligned([list(_COLUMNS), *(_cells(each) for each in advice.candidates)]):
         print(line)
     print(_verdict(advice))
     for note in advice.notes:
         print(f"unsure: {note}")
+
+
+def _passages(advice: Advice) -> str:
+    count = advice.distinct_texts
+    of = "texts" if count is None else f"{count} text{'s' * (count != 1)}"
+    return f"{advice.passages} passages of {of} ({advice.texts!r})"
 
 
 def _verdict(advice: Advice) -> str:
@@ -128,10 +134,11 @@ def _verdict(advice: Advice) -> str:
                 f"{closest.kl_high:.2g}")
     best = advice.chosen
     if best is advice.floor:
-        return f"advice: exact - none of the others stays below KL {advice.max_kl:g}"
-    saved = 1 - best.forwards_per_token / advice.floor.forwards_per_token
+        return f"advice: exact - none that is cheaper stays below KL {advice.max_kl:g}"
+    saved = round(1 - best.forwards_per_token / advice.floor.forwards_per_token, 2)
+    fewer = f"{saved:.0%} fewer than" if saved > 0 else f"{-saved:.0%} more than" if saved < 0 else "as many as"
     return (f"advice: {best.policy} - KL {best.kl:.2g} (up to {best.kl_high:.2g}) stays below {advice.max_kl:g}, with "
-            f"{best.forwards_per_token:.2f} forwards per token, {saved:.0%} fewer than exact scalings")
+            f"{best.forwards_per_token:.2f} forwards per token, {fewer} exact scalings")
 
 
 def _cells(each: Candidate) -> list[str]:
@@ -158,7 +165,7 @@ def _write(path: Path, advice: Advice, arguments: argparse.Namespace) -> None:
         Block("text", _verdict(advice)), *([Block("list", advice.notes)] if advice.notes else []),
         Block("picture", "frontier.png", picture.description),
         Block("table", [list(_COLUMNS), *(_cells(each) for each in advice.candidates)],
-              f"{advice.passages} passages of texts {advice.texts}; KL in nats per token against exact scalings"),
+              f"{_passages(advice)}; KL in nats per token against exact scalings"),
         Block("code", " ".join(shlex.quote(each) for each in command_of(arguments))),
     ]  # fmt: skip
     title = f"What reusing scalings loses: {arguments.mixture}"

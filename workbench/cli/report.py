@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ _EXAMPLE = """examples:
   workbench report experiments/grids/frontier.toml --results /shared/results --out /tmp/report
 """
 _RESULTS = "experiments/results"
+_SLACK_S = 5  # a table is written soon after the last of its units
 
 
 def add_parser(commands: Any, formatter: type) -> None:
@@ -34,7 +36,13 @@ def run(arguments: argparse.Namespace) -> int:
     from workbench.sweep.report import read_table, report_of
 
     grid, results = Grid.load(arguments.grid), Path(arguments.results)
-    frame = read_table(results / f"{grid.name}.parquet")
+    table = results / f"{grid.name}.parquet"
+    frame = read_table(table)
+    newer = [path for path in (results / grid.name).glob("units/*/result.json")
+             if path.stat().st_mtime > table.stat().st_mtime + _SLACK_S]
+    if newer:
+        print(f"{len(newer)} units are newer than {str(table)!r} and not in this report: `workbench sweep` writes the "
+              "table anew", file=sys.stderr)
     places = read_places(results / f"{grid.name}-places.parquet")
     for path in report_of(grid, frame, places).save(arguments.out or results, grid.name):
         print(path)

@@ -32,7 +32,13 @@ COSTS = {
     "forwards_per_token": ("forwards per token (fewer is cheaper)", -1),
     "tok_s": ("tokens per second (more is cheaper)", 1),
 }
-PANELS = ("mixture", "base", "dtype", "texts")  # columns that make panels, where they differ
+# settings of a sweep's points but for the policy: where they differ, points have panels of their own
+PANELS = (
+    "mixture", "base", "dtype", "texts", "passages", "passage_tokens", "prefix_tokens", "device", "drafting",
+    "attention", "prefix_cache", "kv_bytes", "max_rows_per_step", "max_requests", "seed", "task", "mode", "adapters",
+    "rank", "popularity", "slots", "concurrency", "requests", "prompt_tokens", "tokens", "arrivals", "rate", "cv",
+    "trace", "slo_ttft_ms", "slo_time_per_token_ms",
+)  # fmt: skip
 MOST_PANELS = 8
 NEEDED = ("policy", "kl")
 _PANEL_IN, _BAND_IN, _LEFT_IN, _GAP_IN = 3.7, 0.34, 0.72, 0.86
@@ -87,9 +93,10 @@ def frontier(
     with styled():
         sheet = Sheet()
         note = (
-            "KL of the next-token distribution against exact scalings, mean over passages with its 95 % bootstrap "
-            "interval; at or below the null floor a policy cannot be told from exact. Filled and joined by the pale "
-            "line: no other policy is both cheaper and closer."
+            "KL of the next-token distribution against exact scalings, mean over passages with its "
+            f"{_interval(frame)}; {COSTS[x][0].partition(' (')[0]}: median over repeats. At or below the null floor a "
+            "policy cannot be told from exact. Filled and joined by the pale line: no other policy is both cheaper and "
+            "closer."
         )
         shown = panels[:MOST_PANELS]
         notes = [note] + ([f"{len(shown)} of {len(panels)} panels are drawn."] if len(shown) < len(panels) else [])
@@ -120,10 +127,32 @@ def panels_of(frame: pandas.DataFrame, x: str = "forwards_per_token") -> list[Pa
     rows = rows[np.isfinite(rows["kl"].astype(float)) & np.isfinite(rows[x].astype(float))]
     if not len(rows):
         raise UserError("frontier: no row has both a KL and a cost; run the sweep first")
-    split = [key for key in PANELS if key in rows and (rows[key].nunique(dropna=False) > 1 or key == "texts")]
+    return [_panel(name, part, x) for name, part in parts_of(rows)]
+
+
+def parts_of(rows: pandas.DataFrame) -> list[tuple[str, pandas.DataFrame]]:
+    """Return the rows of each panel with its name: one for each combination of settings, the policy aside, that differ.
+
+    A setting that follows from the others (how many passages each kind of text makes) splits nothing and is not named.
+    """
+    there = [key for key in PANELS if key in rows and (key == "texts" or rows[key].nunique(dropna=False) > 1)]
+    split: list[str] = []
+    for key in sorted(there, key=lambda key: key != "texts"):
+        parts = rows.groupby(split, dropna=False)[key].nunique(dropna=False).max() if split else rows[key].nunique()
+        split += [key] if parts > 1 or key == "texts" else []
+    split = [key for key in PANELS if key in split]
     parts = rows.groupby(split, sort=False, dropna=False) if split else [((), rows)]
-    return [_panel(" ".join(f"{key}: {_said(value)}" for key, value in zip(split, values, strict=True)), part, x)
+    return [(" ".join(f"{key}: {_said(value)}" for key, value in zip(split, values, strict=True)), part)
             for values, part in parts]
+
+
+def _interval(frame: pandas.DataFrame) -> str:
+    """Return what the intervals rest on: few texts make none that can be called one of 95 %."""
+    texts = frame["num_texts"].dropna() if "num_texts" in frame else ()
+    if not len(texts):
+        return "bootstrap interval"
+    span = f"{int(texts.min())}" + (f" to {int(texts.max())}" if texts.max() > texts.min() else "")
+    return f"95 % bootstrap interval over {span} distinct texts"
 
 
 def _said(value: Any) -> str:

@@ -1,7 +1,8 @@
 """Where in the text reuse loses: KL by place, a panel for each family of policies, and where the topic switches.
 
 A frame has rows of `policy`, `texts`, `place` (tokens after the prompt, from 0) and `kl`: several rows of one place,
-such as one for each passage, are averaged. `switch_at`, where there is one, is the place at which a text changes topic.
+such as one for each passage, are averaged. Other settings that it has columns of (mixture, base, dtype) have panels of
+their own where they differ. `switch_at`, where there is one, is the place at which a text changes topic.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from workbench.display.frontier_figure import number_text
+from workbench.display.frontier_figure import number_text, parts_of
 from workbench.display.labels import visible
 from workbench.display.marks import DASHES
 from workbench.display.palette import LIGHT, mix
@@ -41,18 +42,19 @@ def kl_by_place(frame: pandas.DataFrame, title: str | None = None) -> Picture:
     Raises:
         UserError: columns that are missing, or nothing to draw.
     """
-    curves = curves_of(frame)
+    curves, switches = curves_of(frame), {name: _switch(rows) for name, rows in parts_of(frame)}
     title = title or "Where in the text reuse loses"
     texts = list(curves)[:MOST_TEXTS]
     families = list(dict.fromkeys(family_of(policy) for part in texts for policy in curves[part] if policy != EXACT))
     families = families or [family_of(EXACT)]
-    low, high = _limits([smoothed(curve, _switch(frame, part)) for part in texts for curve in curves[part].values()])
+    low, high = _limits([smoothed(curve, switches[part]) for part in texts for curve in curves[part].values()])
     note = (
         f"KL of the next-token distribution against exact scalings: mean over passages, and over {SMOOTHED} places for "
         f"the eye, never across a switch. Places without any difference are left out; values below {number_text(low)} "
         "lie on the foot. Grey and dotted: exact against itself, the null floor."
     )
     notes = [note] + ([f"{len(texts)} of {len(curves)} kinds of text are drawn."] if len(texts) < len(curves) else [])
+    notes += _merged(frame)
     with styled():
         sheet = Sheet()
         top = head(sheet, title, notes) + 0.3
@@ -62,14 +64,15 @@ def kl_by_place(frame: pandas.DataFrame, title: str | None = None) -> Picture:
                 place = (_LEFT_IN + column * (width + _GAP_IN), top + row * (_PANEL_IN + 0.75), width, _PANEL_IN)
                 axes = sheet.axes(*place)
                 _axes(axes, low, high, is_first=not column)
-                name = f"texts: {part}, {family.title}" if part else family.title
+                name = f"{part}, {family.title}" if part else family.title
                 heading(axes, cut(visible(name), int(width / 0.075)))
-                _panel(axes, curves[part], family, (low, high), _switch(frame, part))
-        return Picture(sheet.close(top + len(texts) * (_PANEL_IN + 0.75) - 0.15), title, _words(frame, title, curves))
+                _panel(axes, curves[part], family, (low, high), switches[part])
+        figure = sheet.close(top + len(texts) * (_PANEL_IN + 0.75) - 0.15)
+        return Picture(figure, title, _words(title, curves, switches))
 
 
 def curves_of(frame: pandas.DataFrame) -> dict[str, dict[str, np.ndarray]]:
-    """Return texts -> policy -> float64 `[place]`: the mean KL, NaN where a place has none.
+    """Return panel -> policy -> float64 `[place]`: the mean KL, NaN where a place has none.
 
     Raises:
         UserError: columns that are missing, or nothing to draw.
@@ -78,9 +81,8 @@ def curves_of(frame: pandas.DataFrame) -> dict[str, dict[str, np.ndarray]]:
         raise UserError(f"kl_by_place needs the columns {names(NEEDED)}; {names(lacking)} are missing")
     if not len(frame):
         raise UserError("kl_by_place: the table is empty; run the sweep first")
-    parts = frame.groupby("texts", sort=False) if "texts" in frame else [("", frame)]
     found: dict[str, dict[str, np.ndarray]] = {}
-    for part, rows in parts:
+    for part, rows in parts_of(frame):
         means = rows.groupby(["policy", "place"])["kl"].mean()
         found[part] = {}
         for policy in ordered(rows["policy"]):
@@ -108,10 +110,17 @@ def smoothed(curve: np.ndarray, switch: float | None = None, width: int = SMOOTH
     return np.divide(total, count, out=np.full(len(curve), np.nan), where=held & (count > 0))
 
 
-def _switch(frame: pandas.DataFrame, part: str) -> float | None:
-    if "switch_at" not in frame:
+def _merged(frame: pandas.DataFrame) -> list[str]:
+    """Return a sentence where a curve is a mean over points whose difference no column says."""
+    if "point" not in frame:
+        return []
+    most = max(rows.groupby("policy")["point"].nunique().max() for _, rows in parts_of(frame))
+    return [f"Curves are means over up to {most} points that differ in other settings."] if most > 1 else []
+
+
+def _switch(rows: pandas.DataFrame) -> float | None:
+    if "switch_at" not in rows:
         return None
-    rows = frame[frame["texts"] == part] if "texts" in frame else frame
     places = rows["switch_at"].dropna().unique()
     return float(places[0]) if len(places) == 1 else None
 
@@ -136,7 +145,7 @@ def _axes(axes: Axes, low: float, high: float, is_first: bool) -> None:
         ticks(axes, "y", marks, [f"10{str(round(math.log10(mark))).translate(DIGITS)}" for mark in marks])
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 4, 5, 8, 10], integer=True))
     open_axes(axes)
-    label(axes, x="tokens after the prompt", y="KL, nats" if is_first else None)
+    label(axes, x="tokens after the prompt", y="KL, nats per token" if is_first else None)
 
 
 def _panel(
@@ -186,10 +195,10 @@ def _names(axes: Axes, ends: list[tuple[str, float, str]], limits: tuple[float, 
         plain(axes.annotate(text, (length - 1, y), fontsize=6.8, color=ink, arrowprops=arrow, **where))
 
 
-def _words(frame: pandas.DataFrame, title: str, curves: dict[str, dict[str, np.ndarray]]) -> str:
+def _words(title: str, curves: dict[str, dict[str, np.ndarray]], switches: dict[str, float | None]) -> str:
     parts = []
     for part, own in curves.items():
-        switch = _switch(frame, part)
+        switch = switches[part]
         said = []
         for policy in sorted(own, key=lambda name: (family_of(name).name, number_of(name))):
             curve = own[policy]

@@ -57,13 +57,14 @@ function sweepLegend(view) {
 function sweepTable(view) {
   const { data, choice, points } = view;
   const parts = ["facet", "series", "x"].filter((part) => choice[part]);
-  const heads = [...parts.map((part) => data.columns[choice[part]].title), `mean ${data.columns[choice.y].title}`, "low", "high", "n", ...(points.some((point) => point.lost) ? ["without value"] : [])];
+  const heads = [...parts.map((part) => data.columns[choice[part]].title), `median ${data.columns[choice.y].title}`, "low", "high", "n", ...(points.some((point) => point.lost) ? ["without value"] : [])];
   const lines = points.slice(0, SWEEP_MOST_LINES).map((point, i) => {
-    const cells = [sweepNumber(point.mean), sweepNumber(point.low), sweepNumber(point.high), point.n, ...(heads.includes("without value") ? [point.lost] : [])];
+    const cells = [sweepNumber(point.median), sweepNumber(point.low), sweepNumber(point.high), point.n, ...(heads.includes("without value") ? [point.lost] : [])];
     return make("tr", { "data-point": i }, ...parts.map((part) => make("th", { scope: "row" }, make("bdi", {}, data.columns[choice[part]].said[point[part]]))),
       ...cells.map((cell) => make("td", {}, String(cell))));
   });
   const more = points.length > SWEEP_MOST_LINES ? ` The first ${SWEEP_MOST_LINES} of ${points.length} points; view.table() in Python has all.` : "";
+  const words = sweepIntervalWords(points.map((point) => point.n));
   view.table.replaceChildren(make("p", { class: "lw-sweep-note" }, `Means over repeats; low and high are the ends of their 95 % bootstrap intervals, n the number of repeats.${more}`),
     make("div", { class: "lw-sweep-scroll", tabindex: "0", role: "region", "aria-label": "The points as a table" },
       make("table", {}, make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { scope: "col" }, make("bdi", {}, head))))), make("tbody", {}, ...lines))));
@@ -74,12 +75,12 @@ function sweepNotes(view, kept) {
   const counts = [...new Set(points.map((point) => point.n))].filter(Boolean);
   if (counts.length === 1 && counts[0] === 1) said.push("One repeat per point (n = 1): there is no interval.");
   else if (counts.includes(1)) said.push("A point without a bar has one repeat (n = 1).");
-  const averaged = sweepAveraged(data, choice, kept);
-  if (averaged.length) said.push(`Each point is a mean over ${averaged.join(", ")} as well: split or filter by it.`);
+  const merged = sweepMerged(data, choice, kept);
+  if (merged.length) said.push(`Each point is a median over ${merged.join(", ")} as well: split or filter by it.`);
   const lost = points.reduce((sum, point) => sum + point.lost, 0);
-  if (lost) said.push(`${lost} ${lost === 1 ? "row has" : "rows have"} no ${data.columns[choice.y].title}, and no part in a mean.`);
+  if (lost) said.push(`${lost} ${lost === 1 ? "row has" : "rows have"} no ${data.columns[choice.y].title}, and no part in a median.`);
   const values = data.columns[choice.x].label_values;
-  const hidden = points.filter((point) => (choice.log_x && values && values[point.x] !== null && values[point.x] <= 0) || (choice.log_y && point.mean <= 0)).length;
+  const hidden = points.filter((point) => (choice.log_x && values && values[point.x] !== null && values[point.x] <= 0) || (choice.log_y && point.median <= 0)).length;
   if (hidden) said.push(`${hidden} points at or below 0 have no place on a logarithmic axis; the table has them.`);
   if (choice.log_x && !values) said.push(`${data.columns[choice.x].title} has no numbers: its axis stays as it is.`);
   const panels = new Set(points.map((point) => point.facet)).size;

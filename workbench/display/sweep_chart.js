@@ -80,7 +80,7 @@ function xScale(data, choice, points, width) {
 }
 
 function yScale(points, isLog, height) {
-  const held = points.flatMap((point) => [point.mean, point.low, point.high]).filter((value) => Number.isFinite(value) && (!isLog || value > 0));
+  const held = points.flatMap((point) => [point.median, point.low, point.high]).filter((value) => Number.isFinite(value) && (!isLog || value > 0));
   let low = Math.min(...held), high = Math.max(...held);
   if (!held.length) [low, high] = isLog ? [0.1, 1] : [0, 1];
   if (isLog) [low, high] = [Math.log10(low / 1.3), Math.log10(high * 1.3)];
@@ -113,8 +113,8 @@ function sweepPanel(view, points, all, width) {
     free = at + half + 4;
   }
   plot.append(svg("line", { x1: 0, x2: inner, y1: height, y2: height, class: "lw-sweep-axis" }), svg("line", { x1: 0, x2: 0, y1: 0, y2: height, class: "lw-sweep-axis" }));
-  plot.append(svg("text", { x: inner / 2, y: height + 35, class: "lw-sweep-name", "text-anchor": "middle" }, data.columns[choice.x].title));
-  plot.append(svg("text", { transform: `translate(${9 - left} ${height / 2}) rotate(-90)`, class: "lw-sweep-name", "text-anchor": "middle" }, data.columns[choice.y].title));
+  plot.append(svg("text", { x: inner / 2, y: height + 35, class: "lw-sweep-name", "text-anchor": "middle" }, data.columns[choice.x].axis));
+  plot.append(svg("text", { transform: `translate(${9 - left} ${height / 2}) rotate(-90)`, class: "lw-sweep-name", "text-anchor": "middle" }, data.columns[choice.y].axis));
   const series = [...new Set(points.map((point) => point.series))];
   series.forEach((code, place) => plot.append(seriesGroup(view, points.filter((point) => point.series === code), { x, y, place, count: series.length, inner })));
   root.append(plot);
@@ -124,8 +124,8 @@ function sweepPanel(view, points, all, width) {
 function seriesGroup(view, points, { x, y, place, count, inner }) {
   const { data, choice, theme } = view, style = seriesStyle(data, points[0].series, theme), group = svg("g");
   const shift = x.numeric ? 0 : (place - (count - 1) / 2) * Math.min(14, (0.7 * inner) / Math.max(1, x.places.size) / count);
-  const placed = points.filter((point) => point.n && x.places.has(point.x) && (!choice.log_y || point.mean > 0))
-    .map((point) => ({ point, px: x.places.get(point.x) + shift, py: y.place(point.mean) }));
+  const placed = points.filter((point) => point.n && x.places.has(point.x) && (!choice.log_y || point.median > 0))
+    .map((point) => ({ point, px: x.places.get(point.x) + shift, py: y.place(point.median) }));
   const isLoose = ({ point }) => !x.numeric || data.columns[choice.x].label_values[point.x] === null;
   const joined = placed.filter((one) => !isLoose(one));
   if (joined.length > 1) group.append(...seriesPath(joined.map(({ px, py }, i) => `${i ? "L" : "M"}${px.toFixed(2)} ${py.toFixed(2)}`).join(""), style));

@@ -1,7 +1,7 @@
-// First part of the view of a sweep: the table, grouped into points with means and intervals. Means are resampled as
-// `bootstrap.py` does it, with the same generator, so that the page and Python say the same.
+// First part of the view of a sweep: the table, grouped into points with medians and intervals. The rule for intervals
+// is that of `medians.py`, so that the page and Python say the same.
 
-const SWEEP_NONE = "none", SWEEP_RESAMPLES = 2000, SWEEP_SEED = 1, SWEEP_MOST_RESAMPLED = 64, SWEEP_Z = 1.959963984540054;
+const SWEEP_NONE = "none", SWEEP_CONFIDENCE = 0.95, SWEEP_FEW = 6, SWEEP_MOST_EXACT = 64, SWEEP_Z = 1.959963984540054;
 
 function sweepData(model) {
   const bytes = (name) => { const view = bytesOf(model, name); return view.buffer; };
@@ -49,47 +49,41 @@ function sweepPoints(data, choice, kept) {
     else group.lost++;
   }
   return [...groups.values()].sort((a, b) => a.facet - b.facet || a.series - b.series || a.x - b.x)
-    .map((group) => ({ ...group, ...sweepMean(group.values) }));
+    .map((group) => ({ ...group, ...sweepMedian(group.values) }));
 }
 
-const sweepIndices = new Map();
-
-function sweepResamples(count) {
-  if (!sweepIndices.has(count)) {
-    let state = SWEEP_SEED;
-    const found = new Int32Array(SWEEP_RESAMPLES * count);
-    for (let i = 0; i < found.length; i++) {
-      state = (state + 0x6d2b79f5) | 0;
-      let mixed = Math.imul(state ^ (state >>> 15), state | 1);
-      mixed ^= mixed + Math.imul(mixed ^ (mixed >>> 7), mixed | 61);
-      found[i] = Math.floor((((mixed ^ (mixed >>> 14)) >>> 0) / 4294967296) * count);
-    }
-    sweepIndices.set(count, found);
+// how many of the sorted values lie outside the median's interval, on each side
+function sweepOutside(n) {
+  if (n > SWEEP_MOST_EXACT) return Math.max(0, Math.floor((n - SWEEP_Z * Math.sqrt(n) - 1) / 2));
+  let outside = -1, chance = 2 ** -n, tail = 0;
+  for (let k = 0; outside < Math.floor((n - 1) / 2); k++) {
+    tail += chance;
+    if (2 * tail > 1 - SWEEP_CONFIDENCE) break;
+    outside++;
+    chance *= (n - k) / (k + 1);
   }
-  return sweepIndices.get(count);
+  return Math.max(outside, 0);
 }
 
-function sweepMean(values) {
-  const n = values.length, mean = values.reduce((sum, value) => sum + value, 0) / n;
-  if (n < 2) return { mean: n ? mean : NaN, low: NaN, high: NaN, n };
-  if (n > SWEEP_MOST_RESAMPLED) {
-    const spread = Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (n - 1));
-    const half = (SWEEP_Z * spread) / Math.sqrt(n);
-    return { mean, low: mean - half, high: mean + half, n };
-  }
-  const indices = sweepResamples(n), means = new Float64Array(SWEEP_RESAMPLES);
-  for (let i = 0, at = 0; i < SWEEP_RESAMPLES; i++) {
-    let sum = 0;
-    for (let j = 0; j < n; j++) sum += values[indices[at++]];
-    means[i] = sum / n;
-  }
-  means.sort();
-  const at = (part) => { const place = part * (SWEEP_RESAMPLES - 1), low = Math.floor(place); return means[low] + (place - low) * (means[Math.min(low + 1, SWEEP_RESAMPLES - 1)] - means[low]); };
-  return { mean, low: at(0.025), high: at(0.975), n };
+function sweepMedian(values) {
+  const n = values.length, sorted = Float64Array.from(values).sort(), half = Math.floor(n / 2);
+  const median = !n ? NaN : n % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+  if (n < 2) return { median, low: NaN, high: NaN, n };
+  const outside = sweepOutside(n);
+  return { median, low: sorted[outside], high: sorted[n - 1 - outside], n };
 }
 
-// axes that vary among the rows of one point: its mean is over them, too
-function sweepAveraged(data, choice, kept) {
+// what the intervals beside medians of so many repeats are called
+function sweepIntervalWords(counts) {
+  const several = [...new Set(counts)].filter((n) => n > 1).sort((a, b) => a - b);
+  const few = several.filter((n) => n < SWEEP_FEW);
+  if (!several.length) return "";
+  if (few.length && few.length < several.length) return `95 % interval, or the range of repeats where there are fewer than ${SWEEP_FEW}`;
+  return few.length ? `range of ${few.length > 1 ? `${few[0]} to ${few.at(-1)}` : few[0]} repeats` : "95 % interval";
+}
+
+// axes that vary among the rows of one point: its median is over them, too
+function sweepMerged(data, choice, kept) {
   const split = [choice.x, choice.series, choice.facet].filter((name) => name && data.columns[name].codes);
   const found = [];
   for (const column of Object.values(data.columns)) {
@@ -116,6 +110,6 @@ function sweepNumber(value) {
 function sweepSaid(data, choice, point) {
   const where = [["facet", point.facet], ["series", point.series], ["x", point.x]].filter(([part]) => choice[part])
     .map(([part, code]) => `${data.columns[choice[part]].title} ${data.columns[choice[part]].said[code]}`).join(", ");
-  const repeats = point.n === 1 ? "n = 1, no interval" : `95 % interval ${sweepNumber(point.low)} to ${sweepNumber(point.high)}, n = ${point.n}`;
-  return `${where}: ${data.columns[choice.y].title} ${sweepNumber(point.mean)}, ${repeats}`;
+  const repeats = point.n === 1 ? "n = 1, no interval" : `${sweepIntervalWords([point.n])} ${sweepNumber(point.low)} to ${sweepNumber(point.high)}, n = ${point.n}`;
+  return `${where}: ${data.columns[choice.y].title} ${sweepNumber(point.median)}, ${repeats}`;
 }

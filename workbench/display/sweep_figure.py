@@ -12,10 +12,12 @@ from matplotlib.ticker import NullLocator
 
 from workbench.display.labels import visible
 from workbench.display.marks import DASHES, MARKERS, line_style
+from workbench.display.medians import interval_words
 from workbench.display.palette import LIGHT
 from workbench.display.picture import Picture
 from workbench.display.sheet import MARGIN_IN, Sheet, cut, head, heading, label, open_axes, plain, styled, ticks
 from workbench.display.sweep_points import NONE, spelled
+from workbench.display.sweep_words import axis_words
 
 if TYPE_CHECKING:
     import pandas
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 Series = dict[str | None, int]  # label -> its place among all labels; None stands for one curve of everything
 PANEL_IN, MOST_PANELS = 3.0, 12
+_LEGEND = {4: 28, 3: 40, 2: 64, 1: 130}  # columns of the legend -> characters that each has room for
 SAID = 40  # points the text alternative lists
 
 
@@ -39,28 +42,37 @@ def sweep_picture(view: SweepView) -> Picture:
 
 
 def description(view: SweepView, table: pandas.DataFrame) -> str:
-    """Return the picture in words: each point's mean, interval and number of repeats."""
+    """Return the picture in words: each point's median, interval and number of repeats."""
     lines = []
     for row in table.head(SAID).to_dict("records"):
-        where = [f"{getattr(view, part)} {spelled(row[part])}" for part in ("facet", "series") if part in row]
+        # of several columns in one, the values say which
+        where = [spelled(row[part]) if "," in getattr(view, part) else f"{getattr(view, part)} {spelled(row[part])}"
+                 for part in ("facet", "series") if part in row]
         where.append(f"{view.x} {spelled(row['x'])}")
         lines.append(f"{', '.join(where)}: {_said(row)}")
     more = f" And {len(table) - SAID} more points." if len(table) > SAID else ""
-    return f"{_title(view)}. {view.y} by {view.x}. {'; '.join(lines)}.{more} {' '.join(view.warnings())}".strip()
+    axes = f"{_sentence(axis_words(view.y))} by {axis_words(view.x)}, medians over repeats."
+    return f"{_title(view)}. {axes} {'; '.join(lines)}.{more} {' '.join(view.warnings())}".strip()
 
 
 def _said(row: dict[str, Any]) -> str:
     if not row["n"]:
         return "no value"
     if row["n"] == 1:
-        return f"{row['mean']:.4g} (one repeat, no interval)"
-    return f"{row['mean']:.4g}, 95 % interval {row['low']:.4g} to {row['high']:.4g}, n = {row['n']}"
+        return f"{row['median']:.4g} (one repeat, no interval)"
+    return f"{row['median']:.4g}, {interval_words([row['n']])} {row['low']:.4g} to {row['high']:.4g}, n = {row['n']}"
 
 
 def _title(view: SweepView) -> str:
     from workbench.display.sweep_view import TITLE
 
-    return view.title if view.title != TITLE or not view.y else f"{view.y} by {view.x}"
+    if view.title != TITLE or not view.y:
+        return view.title
+    return _sentence(f"{axis_words(view.y)} by {axis_words(view.x)}")
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:] if words[1:2].islower() else words
 
 
 def _why_nothing(view: SweepView) -> str:
@@ -119,7 +131,7 @@ def _panel(axes: Axes, view: SweepView, part: pandas.DataFrame, drawn: Series, l
         shift = 0.0 if is_number else (place - (len(drawn) - 1) / 2) * min(0.8 / max(len(drawn), 1), 0.12)
         _curve(axes, mine, places, index, shift, is_number, view.log_y)
     axes.set_ylim(*limits)
-    label(axes, x=visible(view.x), y=visible(view.y), size=8)
+    label(axes, x=axis_words(view.x), y=axis_words(view.y), size=8)
 
 
 def _places(axes: Axes, view: SweepView, values: list, texts: list[str], is_number: bool) -> dict[str, float]:
@@ -152,26 +164,26 @@ def _curve(
     axes: Axes, part: pandas.DataFrame, places: dict[str, float], index: int, shift: float, is_number: bool, log_y: bool
 ) -> None:
     rows = [row for row in part.to_dict("records") if row["n"] and spelled(row["x"]) in places]
-    rows = [row for row in rows if not log_y or row["mean"] > 0]
+    rows = [row for row in rows if not log_y or row["median"] > 0]
     if not rows:
         return
     x = np.array([places[spelled(row["x"])] + shift for row in rows])
-    mean, low, high = (np.array([row[key] for row in rows]) for key in ("mean", "low", "high"))
+    middle, low, high = (np.array([row[key] for row in rows]) for key in ("median", "low", "high"))
     style = series_style(index, marker_size=4.5)
     joined = np.array([is_number and spelled(row["x"]) != NONE for row in rows])
     bars = np.isfinite(low)
     colour = style["color"]
-    errors = np.abs(np.stack([mean - low, high - mean]))[:, bars]
-    axes.errorbar(x[bars], mean[bars], errors, fmt="none", ecolor=colour, elinewidth=1, capsize=2.5)
-    axes.plot(x[joined], mean[joined], **style)
+    errors = np.abs(np.stack([middle - low, high - middle]))[:, bars]
+    axes.errorbar(x[bars], middle[bars], errors, fmt="none", ecolor=colour, elinewidth=1, capsize=2.5)
+    axes.plot(x[joined], middle[joined], **style)
     loose = {**style, "linestyle": "none"}
-    axes.plot(x[~joined], mean[~joined], **loose)
+    axes.plot(x[~joined], middle[~joined], **loose)
 
 
 def _limits(table: pandas.DataFrame, drawn: Series, log_y: bool) -> tuple[float, float]:
     """Return the y limits all panels share: from 0 where the values come near it."""
     rows = table if None in drawn else table[[spelled(value) in drawn for value in table["series"]]]
-    values = np.concatenate([rows[key].to_numpy(np.float64) for key in ("mean", "low", "high")])
+    values = np.concatenate([rows[key].to_numpy(np.float64) for key in ("median", "low", "high")])
     values = values[np.isfinite(values) & ((values > 0) | (not log_y))]
     if not len(values):
         return (0.1, 1.0) if log_y else (0.0, 1.0)
@@ -198,7 +210,9 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def _legend(sheet: Sheet, view: SweepView, drawn: Series, top: float) -> float:
-    columns = 4
+    longest = max((len(text) for text in drawn if text), default=0)
+    columns = next((count for count in (4, 3, 2) if longest <= _LEGEND[count]), 1)
+    step = 10.6 / columns
     rows = -(-len(drawn) // columns)
     axes = sheet.axes(MARGIN_IN, top, 10.6, 0.2 * (rows + 1))
     axes.set(xlim=(0, 10.6), ylim=(0.2 * (rows + 1), 0))
@@ -206,9 +220,9 @@ def _legend(sheet: Sheet, view: SweepView, drawn: Series, top: float) -> float:
     plain(axes.text(0, 0.1, cut(visible(view.series), 60), va="center", fontsize=8, weight="bold"))
     for place, (text, index) in enumerate(drawn.items()):
         row, column = divmod(place, columns)
-        x, y = column * 2.65, (row + 1) * 0.2 + 0.1
+        x, y = column * step, (row + 1) * 0.2 + 0.1
         axes.add_line(Line2D([x, x + 0.2, x + 0.4], [y] * 3, markevery=[1], **series_style(index)))
-        plain(axes.text(x + 0.48, y, cut(visible(text), 28), va="center", fontsize=8))
+        plain(axes.text(x + 0.48, y, cut(visible(text), _LEGEND[columns]), va="center", fontsize=8))
     return top + 0.2 * (rows + 1)
 
 
@@ -217,7 +231,8 @@ def _interval_note(table: pandas.DataFrame) -> str:
     if counts == [1]:
         return "One repeat per point (n = 1): there is no interval."
     several = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}" if counts else "n = 0"
-    note = f"Points are means over repeats ({several}), bars their 95 % bootstrap intervals."
+    bars = interval_words(counts)
+    note = f"Points are medians over repeats ({several})" + (f", bars: {bars}." if bars else ".")
     return note + (" A point without a bar has one repeat." if 1 in counts else "")
 
 
@@ -230,7 +245,7 @@ def _left_out(view: SweepView, table: pandas.DataFrame, *parts: tuple) -> list[s
     if view.log_x:
         hidden += sum(isinstance(value, int | float) and value <= 0 for value in table["x"])
     if view.log_y:
-        hidden += int((table["mean"] <= 0).sum())
+        hidden += int((table["median"] <= 0).sum())
     if hidden:
         notes.append(f"{hidden} points at or below 0 have no place on a logarithmic axis; the table has them.")
     return notes

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.display.bootstrap import mean_interval
+from workbench.display.medians import median_interval
 from workbench.errors import UserError, names, nearest
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ def aggregate(
 ) -> pandas.DataFrame:
     """Return one line per drawn point, sorted as it is drawn.
 
-    Columns: facet and series (only if given), x, mean, low, high (95 % bootstrap interval of the mean, NaN with one
-    repeat), n (repeats with a finite value), lost (those without).
+    Columns: facet and series (only if given), x, median, low, high (the median's 95 % interval, the range of fewer than
+    6 repeats, NaN with one), n (repeats with a finite value), lost (those without).
     """
     import pandas as pd
 
@@ -140,13 +140,14 @@ def aggregate(
     lines = []
     for group, part in frame.groupby([codes[name] for name in keys], sort=True):
         values = part[y].to_numpy(dtype=np.float64, na_value=np.nan)
-        mean = mean_interval(values)
+        found = median_interval(values)
         line = dict(zip(keys, group if isinstance(group, tuple) else (group,), strict=True))
         line = {name: labels[name][int(code)] for name, code in line.items()}
         lines.append({
-            **line, "mean": mean.value, "low": mean.low, "high": mean.high, "n": mean.n, "lost": len(values) - mean.n,
+            **line, "median": found.value, "low": found.low, "high": found.high, "n": found.n,
+            "lost": len(values) - found.n,
         })  # fmt: skip
-    return pd.DataFrame(lines, columns=[*keys, "mean", "low", "high", "n", "lost"])
+    return pd.DataFrame(lines, columns=[*keys, "median", "low", "high", "n", "lost"])
 
 
 def kept(points: Points, where: Mapping[str, Sequence[Any]] | None) -> pandas.DataFrame:
@@ -158,8 +159,8 @@ def kept(points: Points, where: Mapping[str, Sequence[Any]] | None) -> pandas.Da
     return frame
 
 
-def averaged_over(points: Points, chosen: Iterable[str | None], where: Mapping[str, Sequence[Any]] | None) -> list[str]:
-    """Return the axes that vary among the rows of one point: a mean is over them too."""
+def merged_over(points: Points, chosen: Iterable[str | None], where: Mapping[str, Sequence[Any]] | None) -> list[str]:
+    """Return the axes that vary among the rows of one point: a median is over them too."""
     frame = kept(points, where)
     split = [column for column in dict.fromkeys(chosen) if column]
     others = [axis for axis in points.axes if axis not in split and axis not in REPEATS and points.can_split(axis)]

@@ -21,11 +21,12 @@ from workbench.display.sweep_points import (
     REPEATS,
     Points,
     aggregate,
-    averaged_over,
     kept,
+    merged_over,
     points_of,
     spelled,
 )
+from workbench.display.sweep_words import axis_words
 from workbench.errors import UserError, names, nearest
 
 if TYPE_CHECKING:
@@ -98,26 +99,26 @@ class SweepView(anywidget.AnyWidget):
         table = self.table()
         told = [table.head(MOST_TOLD).to_string(index=False)]
         told += [f"… {len(table) - MOST_TOLD} points more in .table()"] if len(table) > MOST_TOLD else []
-        return "\n".join([f"{what}; mean {self.y} by {self.x}", *told, *self.warnings()])
+        return "\n".join([f"{what}; median {self.y} by {self.x}", *told, *self.warnings()])
 
     def table(self) -> pandas.DataFrame:
-        """Return what is drawn, one line per point: facet, series, x, mean, low, high, n, lost."""
+        """Return what is drawn, one line per point: facet, series, x, median, low, high, n, lost."""
         if not (self.x and self.y):
             raise UserError("there is nothing to tabulate: the sweep has no points, or no metric")
         return aggregate(self.points, self.x, self.y, self.series or None, self.facet or None, self.filters)
 
     def warnings(self) -> list[str]:
-        """Return what a reader of the curves must know: what the means are over, what is not drawn."""
+        """Return what a reader of the curves must know: what the medians are over, what is not drawn."""
         if not (self.x and self.y):
             return list(self.notes)
         found = list(self.notes)
-        others = averaged_over(self.points, (self.x, self.series, self.facet), self.filters)
+        others = merged_over(self.points, (self.x, self.series, self.facet), self.filters)
         if others:
-            found.append(f"Each point is a mean over {', '.join(others)} as well: split or filter by it.")
+            found.append(f"Each point is a median over {', '.join(others)} as well: split or filter by it.")
         values = kept(self.points, self.filters)[self.y].to_numpy(np.float64, na_value=np.nan)
         lost = int((~np.isfinite(values)).sum())
         if lost:
-            found.append(f"{lost} {'row has' if lost == 1 else 'rows have'} no {self.y}, and no part in a mean.")
+            found.append(f"{lost} {'row has' if lost == 1 else 'rows have'} no {self.y}, and no part in a median.")
         return found
 
     def show(self) -> Picture:
@@ -148,7 +149,9 @@ def sweep_view(
     axes: Sequence[str] | None = None, metrics: Sequence[str] | None = None, title: str | None = None,
     theme: str = "auto",
 ) -> SweepView:
-    """Show a sweep: curves of means with 95 % bootstrap intervals over the repeats, and a table of the same numbers.
+    """Show a sweep: curves of medians over the repeats with their 95 % intervals, and a table of the same numbers.
+
+    Fewer than 6 repeats say no such interval: bars are their range, and are called so.
 
     A table has one row per repeat. Its numeric columns are metrics, the others axes; a numeric column of whole numbers
     that repeat (k, rank, adapters) is an axis too. Columns called repeat, round, trial or seed only tell repeats apart.
@@ -221,9 +224,9 @@ def state_of(points: Points) -> dict[str, Any]:
         is_number = values.dtype.kind in "iuf"
         labels = points.labels(name)
         entry: dict[str, Any] = {
-            "name": name, "title": visible(name), "is_axis": name in points.axes, "is_metric": name in points.metrics,
-            "is_repeat": name in REPEATS, "labels": None, "said": None, "label_values": None, "codes_at": None,
-            "numbers_at": None,
+            "name": name, "title": visible(name), "axis": axis_words(name), "is_axis": name in points.axes,
+            "is_metric": name in points.metrics, "is_repeat": name in REPEATS, "labels": None, "said": None,
+            "label_values": None, "codes_at": None, "numbers_at": None,
         }  # fmt: skip
         if points.can_split(name):
             spelt = [spelled(value) for value in labels]

@@ -1,7 +1,8 @@
 """Advice: the cheapest reuse policy that loses no more than one allows, measured on one's own mixture and texts.
 
 Every candidate is compared with exact scalings on the same passages (see `fidelity`). One is good enough if the upper
-end of its KL's 95 % interval keeps the limit; of those, the one with the fewest forwards per token is advised.
+end of its KL's 95 % interval keeps the limit; of those, the one with the fewest forwards per token is advised, and of
+those alike the closest to exact, unless another is faster beyond what repeats differ by.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from workbench.errors import UserError, names
 from workbench.sweep.fidelity import compared, num_that_fit, reference_of, summary
 from workbench.sweep.passages import Passage, pieces_of, spread
 from workbench.sweep.point import PointSettings
+from workbench.sweep.statistics import FEW_TEXTS, estimate
 from workbench.xlora.policy import exact, policy_named
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ POLICIES = (
 )  # fmt: skip
 PASSAGES = 20
 FEW = 8  # passages below which an interval is no wider than chance
-_ALIKE = 0.9  # speeds of at least this share of the fastest are taken for one: a single run tells no more
+_REPEATS = 3  # of a speed, from which their interval says something
 _KEPT = ("kl", "kl_low", "kl_high", "top1", "perplexity", "scalings_l1", "same_tokens", "forwards_per_token", "tok_s")
 
 
@@ -43,6 +45,7 @@ class Candidate:
         scalings_l1: mean distance of the scalings.
         same_tokens: generated tokens before free-running texts part, mean.
         forwards_per_token, tok_s: of generating, all passages together.
+        tok_s_low, tok_s_high: the speed's interval; None where it was measured too seldom to have one.
     """
 
     policy: str
@@ -55,6 +58,8 @@ class Candidate:
     same_tokens: float
     forwards_per_token: float
     tok_s: float
+    tok_s_low: float | None = None
+    tok_s_high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class Advice:
         candidates: in the order asked for, "exact" (the null pair) among them.
         chosen: the policy that is advised; None where none keeps the limit.
         notes: what makes it unsure, in sentences; empty where nothing does.
+        distinct_texts: how many texts the passages were cut from.
     """
 
     max_kl: float
@@ -77,6 +83,7 @@ class Advice:
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None
     notes: tuple[str, ...]
+    distinct_texts: int | None = None
 
     @property
     def floor(self) -> Candidate:
@@ -87,6 +94,7 @@ class Advice:
         """Return JSON-able values."""
         return {
             "max_kl": self.max_kl, "texts": self.texts, "passages": self.passages, "tokens": self.tokens,
+            "distinct_texts": self.distinct_texts,
             "advice": None if self.chosen is None else self.chosen.policy, "is_sure": not self.notes,
             "notes": list(self.notes), "policies": [asdict(each) for each in self.candidates],
         }  # fmt: skip
@@ -95,7 +103,8 @@ class Advice:
         """Return a row per policy, as figures take them."""
         import pandas as pd
 
-        return pd.DataFrame([{**asdict(each), "texts": self.texts} for each in self.candidates])
+        facts = {"texts": self.texts, "num_texts": self.distinct_texts}
+        return pd.DataFrame([{**asdict(each), **facts} for each in self.candidates])
 
 
 def point_for(given: dict[str, Any]) -> PointSettings:
@@ -148,8 +157,9 @@ def advise(
     candidates = tuple(_measured(engine, mixture, chosen, policies, progress))
     best = cheapest(candidates, max_kl)
     tokens = sum(len(each.continuation) for each in chosen)
-    return Advice(max_kl, point.texts, len(chosen), tokens, candidates, best,
-                  tuple(doubts(candidates, best, max_kl, len(chosen))))
+    texts = len({source for each in chosen for source in each.sources})
+    notes = doubts(candidates, best, max_kl, len(chosen), texts)
+    return Advice(max_kl, point.texts, len(chosen), tokens, candidates, best, tuple(notes), texts)
 
 
 def _measured(
@@ -194,39 +204,75 @@ def candidates_of(frame: pd.DataFrame) -> tuple[Candidate, ...]:
     if lacking := [key for key in ("policy", *_KEPT) if key not in frame]:
         raise UserError(f"advice needs the columns {names(['policy', *_KEPT])}; {names(lacking)} are missing")
     first = frame.drop_duplicates("policy").set_index("policy")[list(_KEPT)]
-    costs = frame.groupby("policy")[["forwards_per_token", "tok_s"]].median()
-    return tuple(Candidate(policy, **{key: float(value) for key, value in {**row, **costs.loc[policy]}.items()})
-                 for policy, row in first.to_dict("index").items())
+    found = []
+    for policy, row in first.to_dict("index").items():
+        own = frame[frame["policy"] == policy]
+        speeds = own["tok_s"].dropna().tolist()
+        speed = estimate(speeds) if len(speeds) >= _REPEATS else None
+        ends = (None, None) if speed is None else (speed.low, speed.high)
+        figures = {**row, **own[["forwards_per_token", "tok_s"]].median()}
+        found.append(Candidate(policy, **{key: float(value) for key, value in figures.items()},
+                               tok_s_low=ends[0], tok_s_high=ends[1]))
+    return tuple(found)
 
 
 def cheapest(candidates: Sequence[Candidate], max_kl: float) -> Candidate | None:
     """Return the candidate that keeps the limit at the least cost; None where none does.
 
-    Fewest forwards per token, to two digits; of those alike the fastest; of those about as fast the closest to exact.
+    Fewest forwards per token, to two digits; of those alike the closest to exact, unless another is so much faster
+    that the intervals of their speeds lie apart.
     """
     kept = [each for each in candidates if each.kl_high <= max_kl]
     if not kept:
         return None
-    least = min(round(each.forwards_per_token, 2) for each in kept)
-    alike = [each for each in kept if round(each.forwards_per_token, 2) == least]
-    fastest = max(each.tok_s for each in alike)
-    return min((each for each in alike if each.tok_s >= _ALIKE * fastest), key=lambda each: each.kl)
+    least = min(cost_of(each) for each in kept)
+    alike = [each for each in kept if cost_of(each) == least]
+    best = min(alike, key=lambda each: each.kl)
+    while alike:
+        best = min(alike, key=lambda each: each.kl)
+        alike = [each for each in alike if _is_faster(each, best)]
+    return best
 
 
-def doubts(candidates: Sequence[Candidate], best: Candidate | None, max_kl: float, num_passages: int) -> list[str]:
-    """Return what makes the advice unsure, in sentences."""
+def cost_of(candidate: Candidate) -> float:
+    """Return the forwards per token as they are compared: to two digits."""
+    return round(candidate.forwards_per_token, 2)
+
+
+def _is_faster(one: Candidate, other: Candidate) -> bool:
+    """Return whether one's whole interval of speeds lies above the other's; one run alone has none, and is not."""
+    return one.tok_s_low is not None and other.tok_s_high is not None and one.tok_s_low > other.tok_s_high
+
+
+def doubts(
+    candidates: Sequence[Candidate], best: Candidate | None, max_kl: float, num_passages: int,
+    num_texts: int | None = None,
+) -> list[str]:
+    """Return what makes the advice unsure, in sentences.
+
+    Args:
+        candidates: all of them.
+        best: the one that is advised; None for none.
+        max_kl: the limit, nats per token.
+        num_passages: how many were scored.
+        num_texts: distinct texts that they were cut from; None if that is not known.
+    """
     found = []
     if num_passages < FEW:
         found.append(f"{num_passages} passage{'s' * (num_passages != 1)}: too few for an interval that can be relied "
                      f"on; give at least {FEW}")
+    elif num_texts is not None and num_texts < FEW_TEXTS:
+        found.append(f"the {num_passages} passages are of {num_texts} distinct text{'s' * (num_texts != 1)}: too few "
+                     f"to stand for others; give at least {FEW_TEXTS}")
     floor = next((each for each in candidates if each.policy == exact().name), None)
     if floor is not None and floor.kl_high > max_kl:
         found.append(f"the limit lies below the null floor: exact scalings against themselves differ by {floor.kl:.2g} "
                      f"(up to {floor.kl_high:.2g}), by another batch shape alone")
-    cost = float("inf") if best is None else round(best.forwards_per_token, 2)
+    cost = float("inf") if best is None else cost_of(best)
     maybe = [each for each in candidates
-             if each.kl <= max_kl < each.kl_high and round(each.forwards_per_token, 2) < cost and each is not floor]
+             if each.kl <= max_kl < each.kl_high and cost_of(each) < cost and each is not floor]
+    more = "passages" if num_texts is None or num_texts >= FEW_TEXTS else "texts"
     for each in sorted(maybe, key=lambda each: each.forwards_per_token)[:2]:
         found.append(f"{each.policy} is cheaper ({each.forwards_per_token:.2f} forwards per token) and keeps the limit "
-                     f"on average ({each.kl:.2g}), but its interval reaches {each.kl_high:.2g}: more passages may tell")
+                     f"on average ({each.kl:.2g}), but its interval reaches {each.kl_high:.2g}: more {more} may tell")
     return found

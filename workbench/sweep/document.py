@@ -19,16 +19,20 @@ if TYPE_CHECKING:
     from workbench.display.picture import Picture
 
 _STYLE = """
-:root { color-scheme: light dark; --line: #d0d7de; --muted: #57606a; }
-@media (prefers-color-scheme: dark) { :root { --line: #343b44; --muted: #9198a1; }
-  body { background: #0d1117; color: #e6edf3; } }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1100px; padding: 16px; }
-.scroll { overflow-x: auto; }
+:root { color-scheme: light dark; --line: #d0d7de; --muted: #57606a; --page: #fff; --ink: #1f2328; }
+@media (prefers-color-scheme: dark) { :root { --line: #343b44; --muted: #9198a1; --page: #0d1117; --ink: #e6edf3; } }
+body { background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 0 auto;
+  max-width: 1400px; padding: 16px; }
+body > p, body > ul, body > pre { max-width: 1100px; }
+.scroll { overflow-x: auto; margin: 12px 0 24px; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13.5px; }
-th, td { padding: 4px 10px; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } img { max-width: 100%; height: auto; background: #fff; }
+th, td { padding: 4px 8px; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th { white-space: normal; vertical-align: bottom; line-height: 1.25; }
+th:first-child, td:first-child { text-align: left; background: var(--page); }
+@media (min-width: 700px) { th:first-child, td:first-child { position: sticky; left: 0; } }
+img { max-width: 100%; height: auto; background: #fff; }
 pre { padding: 10px; border: 1px solid var(--line); border-radius: 6px; overflow-x: auto; }
-caption { text-align: left; color: var(--muted); }
+caption { text-align: left; color: var(--muted); padding-bottom: 6px; }
 """
 
 

@@ -11,11 +11,13 @@ differs is the mixture alone. Then both continue its beginning freely.
     same_tokens   generated tokens before the two free texts part
 
 Null pair: the exact texts run a few together, the policy's scored one by one and continued all together. So for the
-policy "exact" these are what another batch shape alone changes. Intervals are of the mean over passages, by bootstrap.
+policy "exact" these are what another batch shape alone changes. Intervals are of the mean over passages, by bootstrap
+over the texts that they were cut from: passages of one text are no independent ones.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Sequence
@@ -33,7 +35,7 @@ from workbench.instrument.trace import Trace
 from workbench.sweep.checking import CheckFailed
 from workbench.sweep.passages import Passage, passages_of, switch_place
 from workbench.sweep.point import PointSettings
-from workbench.sweep.statistics import estimate
+from workbench.sweep.statistics import mean_over
 from workbench.sweep.tasks import memory_bytes
 from workbench.sweep.traffic import Arrival, serve
 
@@ -46,6 +48,7 @@ _TOGETHER = 3  # exact passages that run at once
 _SHARE = 0.25  # of the memory, for distributions
 _MOST_DOMAINS = 16  # that have figures of their own
 COMPARED = ("kl", "top1", "loss", "loss_exact", "scalings_l1", "scalings_rank", "same_tokens")
+_SOURCES = ("text", "other_text")  # columns of passages.parquet: what a passage is of, and what it switches to
 Scored = tuple["Completion", Trace]
 
 
@@ -98,8 +101,10 @@ def compared(
     for passage, exact, continued, own in zip(passages, reference.scored, reference.generated, generated, strict=True):
         per_token = differences(exact, scored(engine, mixture, policy, [passage])[0])
         facts = {"passage": passage.name, "domain": passage.domain}
+        texts = dict(zip(_SOURCES, passage.sources or (passage.name,), strict=False))
         means = {key: _mean(values) for key, values in per_token.items()}
-        rows.append({**facts, "tokens": len(passage.continuation), **means, "same_tokens": same_tokens(continued, own)})
+        rows.append({**facts, **texts, "tokens": len(passage.continuation), **means,
+                     "same_tokens": same_tokens(continued, own)})
         tokens.append(pd.DataFrame({**facts, "place": np.arange(len(passage.continuation)), **per_token}))
     return pd.DataFrame(rows), pd.concat(tokens, ignore_index=True), cost
 
@@ -107,13 +112,17 @@ def compared(
 def summary(rows: pd.DataFrame) -> dict[str, float]:
     """Return means over passages with their intervals, the perplexities, and those of each domain where there are few.
 
+    `num_texts` is how many distinct texts the passages are of: intervals resample those.
+
     A figure that no passage has (ranks of a mixture of one adapter) is left out.
     """
-    found: dict[str, float] = {"num_passages": len(rows)}
+    sources = sources_of(rows)
+    texts = {one for each in sources for one in each}
+    found: dict[str, float] = {"num_passages": len(rows), "num_texts": len(texts)}
     for key in COMPARED:
-        values = rows[key].dropna().tolist()
-        if values:
-            mean = estimate(values, lambda drawn: np.mean(drawn, axis=-1))
+        held = rows[key].notna().tolist()
+        if any(held):
+            mean = mean_over(rows[key].dropna().tolist(), list(itertools.compress(sources, held)))
             found |= {key: mean.value, f"{key}_low": mean.low, f"{key}_high": mean.high}
     found |= {"perplexity": float(np.exp(found["loss"])), "perplexity_exact": float(np.exp(found["loss_exact"]))}
     parts = rows.groupby("domain", sort=False)
@@ -123,6 +132,14 @@ def summary(rows: pd.DataFrame) -> dict[str, float]:
             found[f"perplexity:{domain}"] = float(np.exp(own["loss"].mean()))
             found[f"perplexity_exact:{domain}"] = float(np.exp(own["loss_exact"].mean()))
     return found
+
+
+def sources_of(rows: pd.DataFrame) -> list[tuple[str, ...]]:
+    """Return of each passage the text, or the two, that it is of; where that was not said, each is of its own."""
+    if _SOURCES[0] not in rows:
+        return [(str(number),) for number in range(len(rows))]
+    columns = [rows[key] for key in _SOURCES if key in rows]
+    return [tuple(one for one in each if isinstance(one, str)) for each in zip(*columns, strict=True)]
 
 
 def num_that_fit(engine: Engine, passages: Sequence[Passage]) -> int:
@@ -146,8 +163,11 @@ def _mean(values: np.ndarray) -> float:
 
 
 def reference_of(engine: Engine, mixture: str, passages: Sequence[Passage]) -> Reference:
-    """Return what exact scalings make of passages; the last answer of each engine is kept."""
-    key = [(each.prompt, each.continuation) for each in passages]
+    """Return what exact scalings make of passages; the last answer of each engine is kept.
+
+    It is that of the mixture as it is loaded now: another of that name is another.
+    """
+    key = [mixture, engine.mixtures[mixture].content_key, *((each.prompt, each.continuation) for each in passages)]
     if engine in _references and _references[engine][0] == key:
         return _references[engine][1]
     found: list[Scored] = []

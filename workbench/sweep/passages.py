@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,12 @@ _LINE_KEYS = ("text", "name", "domain")
 
 @dataclass(frozen=True)
 class Text:
-    """A text and where it is from."""
+    """A text and where it is from; `source` is its name, or one that no other text of its set has."""
 
     name: str
     domain: str
     text: str
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,14 @@ class Passage:
         name, domain: of the text.
         prompt: token ids that are given; the tokenizer's beginning, if it has one, and the text's.
         continuation: token ids that are scored.
+        sources: names, told apart, of the text that it is of, or of the two.
     """
 
     name: str
     domain: str
     prompt: list[int]
     continuation: list[int]
+    sources: tuple[str, ...] = ()
 
 
 def passages_of(point: PointSettings, engine: Engine) -> list[Passage]:
@@ -75,13 +78,13 @@ def pieces_of(point: PointSettings, engine: Engine) -> list[Passage]:
     wanted, cut = point.passage_tokens, _Cut(_beginning(engine), point.prefix_tokens)
     if wanted + len(cut.beginning) > engine.model.max_len:
         raise UserError(f"passage_tokens is {wanted}, but base {engine.base_id!r} has room for {engine.model.max_len}")
-    encoded = [(text, _encode(engine, text.text)) for text in texts_of(point)]
+    encoded = [(text, _encode(engine, text.text)) for text in _told_apart(texts_of(point))]
     if point.texts == SWITCHING:
         pieces = _switching(encoded, wanted, _encode(engine, _BREAK), cut)
     else:
         starts = range(0, max(len(ids) for _, ids in encoded), wanted)
         pieces = [
-            cut(f"{text.name}@{start}", text.domain, ids[start : start + wanted])
+            cut(f"{text.name}@{start}", text.domain, ids[start : start + wanted], (text.source,))
             for start in starts for text, ids in encoded if start + wanted <= len(ids)
         ]  # fmt: skip
     if not pieces:
@@ -89,6 +92,18 @@ def pieces_of(point: PointSettings, engine: Engine) -> list[Passage]:
         raise UserError(f"texts {point.texts!r}: none has {wanted} tokens (the longest, {longest[0]!r}, has "
                         f"{longest[1]}); lower passage_tokens, or give longer texts")
     return pieces
+
+
+def _told_apart(texts: Sequence[Text]) -> list[Text]:
+    """Return texts with a source each: equal texts share theirs, others of one name do not."""
+    first: dict[str, int] = {}
+    held = [first.setdefault(text.text, number) for number, text in enumerate(texts)]
+    by_name: dict[str, list[int]] = {}
+    for number in sorted(set(held)):
+        by_name.setdefault(texts[number].name, []).append(number)
+    said = {number: f"{name} ({place})" if place > 1 else name
+            for name, numbers in by_name.items() for place, number in enumerate(numbers, 1)}
+    return [replace(text, source=said[number]) for text, number in zip(texts, held, strict=True)]
 
 
 def switch_place(point: PointSettings) -> int | None:
@@ -108,7 +123,8 @@ def _switching(
         for (one, begin), (other, rest) in itertools.permutations(encoded, 2):
             if one.domain != other.domain and start + second <= min(len(begin), len(rest)):
                 ids = begin[start : start + first] + between + rest[start : start + second]
-                found.append(cut(f"{one.name}@{start}>{other.name}", f"{one.domain}>{other.domain}", ids))
+                name, domain = f"{one.name}@{start}>{other.name}", f"{one.domain}>{other.domain}"
+                found.append(cut(name, domain, ids, (one.source, other.source)))
     return found
 
 
@@ -119,8 +135,8 @@ class _Cut:
     beginning: list[int]
     prefix: int
 
-    def __call__(self, name: str, domain: str, ids: list[int]) -> Passage:
-        return Passage(name, domain, self.beginning + ids[: self.prefix], ids[self.prefix :])
+    def __call__(self, name: str, domain: str, ids: list[int], sources: tuple[str, ...]) -> Passage:
+        return Passage(name, domain, self.beginning + ids[: self.prefix], ids[self.prefix :], sources)
 
 
 def _beginning(engine: Engine) -> list[int]:

@@ -6,14 +6,18 @@ Everything is computed from the sweep's tables alone, so a report can be made on
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.display.medians import FEW
+from workbench.display.sweep_points import spelled
+from workbench.display.sweep_words import axis_words
 from workbench.errors import UserError, names
 from workbench.sweep.document import Block, Document
 from workbench.sweep.grid import Grid
-from workbench.sweep.report_tables import FIDELITY, THROUGHPUT, domain_tables, main_table
+from workbench.sweep.report_tables import FIDELITY, THROUGHPUT, domain_tables, main_table, memory_table
+from workbench.sweep.statistics import FEW_TEXTS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,9 +25,13 @@ if TYPE_CHECKING:
     from workbench.display.picture import Picture
 
 TITLES = {"throughput": "Throughput and latency", "fidelity": "What is lost"}
-_FEW = 5  # repeats below which an interval says little
 _WIDE = 50  # largest through smallest value from which an axis is logarithmic
-_MACHINE = ("cpu", "gpu", "threads", "platform", "torch")
+_MOST_CURVES = 12  # of one panel; with more, a setting makes panels
+_MACHINE = ("cpu", "gpu", "cores", "threads", "platform", "torch")
+_HERE = "in process"
+# settings whose values need no name beside them
+_SPEAKING = ("mode", "policy", "popularity", "mixture", "base", "dtype", "texts", "arrivals")
+_IDLE = 0.1  # cores that other programs may use without a word
 
 
 def read_table(path: str | Path) -> pd.DataFrame:
@@ -73,6 +81,7 @@ def report_of(grid: Grid, frame: pd.DataFrame, places: pd.DataFrame | None = Non
         own = done[done["task"] == task]
         blocks += [Block("heading", TITLES[task]), main_table(grid, points, own, figures)]
         blocks += domain_tables(grid, points, own) if task == "fidelity" else []
+        blocks += memory_table(grid, points, own)
         for name, picture in _pictures(grid, task, own, places).items():
             file = f"{grid.name}-{name}.png"
             pictures[file] = picture
@@ -89,38 +98,106 @@ def _pictures(grid: Grid, task: str, done: pd.DataFrame, places: pd.DataFrame | 
     if task == "fidelity":
         found = {"frontier": frontier(done)}
         own = None if places is None else places[places["point"].isin(set(done["point"]))]
-        return found | ({} if own is None or not len(own) else {"places": kl_by_place(own)})
+        return found | ({} if own is None or not len(own) else {"places": kl_by_place(_with_settings(own, done, grid))})
     chosen = axes_of(grid, done)
     if chosen is None:
         return {}
-    x, series = chosen
-    shown = done[[key for key in dict.fromkeys((x, series, "repeat", "tok_s")) if key is not None]]
+    x, others = chosen
+    shown, series, facet = curves_of(done, x, others)
     values = shown[x].dropna()
     is_wide = values.dtype.kind in "iuf" and values.min() > 0 and values.max() / values.min() >= _WIDE
-    view = sweep_view(shown, x=x, y="tok_s", series=series, log_x=bool(is_wide), axes=[x], title=f"tok/s by {x}")
+    axes = [key for key in (x, series, facet) if key is not None]
+    title = f"Tokens per second by {axis_words(x)}"
+    view = sweep_view(shown, x=x, y="tok_s", series=series, facet=facet, log_x=bool(is_wide), axes=axes,
+                      metrics=["tok_s"], title=title)
+    view.notes = [*view.notes, *_without(done, x)]
     return {"throughput": view.show()}
 
 
-def axes_of(grid: Grid, done: pd.DataFrame) -> tuple[str, str | None] | None:
-    """Return the setting with the most values, and the next that splits points of one value; None where none differ."""
+def _without(done: pd.DataFrame, x: str) -> list[str]:
+    """Return what the points are that have no value of `x`."""
+    modes = done[done[x].isna()]["mode"].unique() if "mode" in done else ()
+    return [f"'none': without a {x}, as is mode {' or '.join(modes)}."] if len(modes) else []
+
+
+def curves_of(
+    done: pd.DataFrame, x: str, others: Sequence[str]
+) -> tuple[pd.DataFrame, str | None, str | None]:
+    """Return a table with a column that tells curves apart in everything but `x`, its name, and a setting for panels.
+
+    Args:
+        done: rows of the units that are done.
+        x: the setting along the axis.
+        others: the settings that tell points of one `x` apart.
+    """
+    kept = done[list(dict.fromkeys((x, *others, "repeat", "tok_s")))]
+    facet = None
+    if len(kept[list(others)].drop_duplicates()) > _MOST_CURVES and len(others) > 1:
+        facet = min(others, key=lambda key: kept[key].nunique(dropna=False))
+    told = [key for key in others if key != facet]
+    if not told:
+        return kept, None, facet
+    name = ", ".join(told)
+    # a name says its setting unless every curve is told by that one alone
+    said = [", ".join(_said(key, value, len(told) > 1) for key, value in zip(told, row, strict=True)
+                      if value is not None and value == value) or "none" for row in kept[told].itertuples(index=False)]
+    columns = [x, *([facet] if facet else []), "repeat", "tok_s"]
+    return kept[columns].assign(**{name: said}), name, facet
+
+
+def _said(key: str, value: Any, is_named: bool) -> str:
+    words = spelled(value)
+    return f"{key} {words}" if is_named and key not in _SPEAKING else words
+
+
+def _with_settings(places: pd.DataFrame, done: pd.DataFrame, grid: Grid) -> pd.DataFrame:
+    """Return places with the settings in which their points differ, where their own table does not say them."""
+    points = done.drop_duplicates("point").set_index("point")
+    missing = [key for key in grid.varied if key in points and key not in places]
+    return places.assign(**{key: places["point"].map(points[key]) for key in missing})
+
+
+def axes_of(grid: Grid, done: pd.DataFrame) -> tuple[str, list[str]] | None:
+    """Return the setting with the most values, and those that tell points of one value apart; None where none differ.
+
+    A setting that follows from the ones before (slots that go with the number of adapters) tells nothing.
+    """
     counts = {key: done[key].nunique(dropna=False) for key in grid.varied if key in done}
-    varied = sorted((key for key in counts if counts[key] > 1), key=lambda key: -counts[key])
+    # of settings with as many values, numbers make the better axis
+    varied = sorted((key for key in counts if counts[key] > 1),
+                    key=lambda key: (-counts[key], done[key].dtype.kind not in "iuf"))
     if not varied:
         return None
     x, *others = varied
-    parts = done.groupby(x, dropna=False)
-    return x, next((key for key in others if parts[key].nunique(dropna=False).max() > 1), None)
+    told: list[str] = []
+    for key in sorted(others, key=list(grid.varied).index):
+        if done.groupby([x, *told], dropna=False)[key].nunique(dropna=False).max() > 1:
+            told.append(key)
+    return x, told
 
 
 def _how(grid: Grid, frame: pd.DataFrame, done: pd.DataFrame, foreign: int) -> list[Block]:
     where = shlex.quote(str(grid.path) if grid.path is not None else grid.name)
+    backends = list(done["backend"].dropna().unique()) if "backend" in done else []
+    commands = [f"workbench sweep {where}{_option(each)}" for each in backends or [_HERE]]
     first, last = done["created"].min(), done["created"].max()
     present = [key for key in _MACHINE if key in done]
     machines = done[present].drop_duplicates().to_dict("records")
     facts = [f"run from {first} to {last}", *(_machine(each) for each in machines)]
     facts.append(f"{done['point'].nunique()} of {len(grid.points)} points, {len(done)} units")
-    return [Block("code", f"workbench sweep {where}\nworkbench report {where}"), Block("list", facts),
+    if "session" in done and done["session"].notna().any():
+        facts.append(f"{_counted(done['session'].nunique(), 'session')}; units ran {', '.join(backends) or _HERE}")
+    quiet = _others(done)
+    if quiet is not None and quiet[1] <= _IDLE:
+        facts.append(f"other programs used at most {quiet[1]:.2f} cores while units ran")
+    return [Block("code", "\n".join([*commands, f"workbench report {where}"])), Block("list", facts),
             Block("heading", "Beware"), Block("list", caveats(grid, frame, foreign))]
+
+
+def _option(backend: str) -> str:
+    """Return what a command needs to run units as they were run."""
+    kind, _, number = backend.partition(" ")
+    return f" --jobs {number}" if kind == "joblib" else " --ray" if kind == "ray" else ""
 
 
 def _machine(each: Mapping[str, Any]) -> str:
@@ -154,27 +231,68 @@ def caveats(grid: Grid, frame: pd.DataFrame, foreign: int = 0) -> list[str]:
         has = "has" if len(missing) == 1 else "have"
         found.append(f"{_counted(len(missing), 'point')} {has} no result: "
                      f"{'; '.join(grid.label(point) for point in missing[:4])}{more}")
-    repeats = done.groupby("point")["repeat"].nunique()
-    if repeats.min() < _FEW:
-        several = f"{repeats.min()} to " if repeats.min() < repeats.max() else ""
-        found.append(f"{several}{_counted(repeats.max(), 'repeat')}: an interval of times is no wider than the repeats")
-    return [*found, *_of_machines(done)] or ["nothing in particular"]
+    return [*found, *_of_numbers(done), *_of_sessions(done), *_of_machines(done)] or ["nothing in particular"]
 
 
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}" + ("s" if count != 1 else "")
 
 
-def _of_machines(done: pd.DataFrame) -> list[str]:
+def _of_numbers(done: pd.DataFrame) -> list[str]:
+    """Return what repeats and texts are too few to say."""
     found = []
-    loads = done["load_before"].dropna()
-    if len(loads):
+    repeats = done.groupby("point")["repeat"].nunique()
+    if repeats.min() < FEW:
+        several = f"{repeats.min()} to " if repeats.min() < repeats.max() else ""
+        words = ("one run says nothing of how far times vary" if repeats.max() == 1 else
+                 f"with fewer than {FEW} an interval of times is the range of the repeats, which holds the true median "
+                 "less often than in 95 of 100 cases")
+        found.append(f"{several}{_counted(repeats.max(), 'repeat')}: {words}")
+    if "num_passages" not in done or not done["num_passages"].notna().any():
+        return found
+    rows = done[done["num_passages"].notna()].drop_duplicates("point")
+    if "num_texts" not in rows or rows["num_texts"].isna().all():
+        return [*found, "intervals of KL take passages for texts of their own; where several are of one text, they are "
+                        "too narrow"]
+    for texts, own in rows.groupby("texts", sort=False) if "texts" in rows else [("", rows)]:
+        few = own[own["num_texts"] < FEW_TEXTS]
+        if len(few):
+            first = few.iloc[0]
+            found.append(f"texts {texts}: {_counted(int(first['num_passages']), 'passage')} of "
+                         f"{_counted(int(first['num_texts']), 'distinct text')}; intervals over fewer than {FEW_TEXTS} "
+                         "texts say little of others")
+    return found
+
+
+def _of_sessions(done: pd.DataFrame) -> list[str]:
+    found = []
+    sessions = done["session"].nunique() if "session" in done else 1
+    if sessions > 1:
+        found.append(f"units ran in {sessions} sessions: only rounds of one session are compared round by round")
+    others = [each for each in (done["backend"].dropna().unique() if "backend" in done else ()) if each != _HERE]
+    if others:
+        found.append(f"units ran side by side ({', '.join(others)}): they slowed each other, so times say less")
+    return found
+
+
+def _others(done: pd.DataFrame) -> tuple[float, float] | None:
+    """Return the least and the most cores that other programs used while a unit ran; None where nobody measured it."""
+    used = done["others_cores"].dropna().astype(float) if "others_cores" in done else ()
+    return (float(used.min()), float(used.max())) if len(used) else None
+
+
+def _of_machines(done: pd.DataFrame) -> list[str]:
+    found, used, loads = [], _others(done), done["load_before"].dropna()
+    if used is not None and used[1] > _IDLE:
+        found.append(f"other programs used {used[0]:.1f} to {used[1]:.1f} cores while units ran: times say less than "
+                     "counts")
+    elif used is None and len(loads):
         cores = done["cores"].dropna().min() if "cores" in done and done["cores"].notna().any() else 1
-        is_busy = float((loads > cores).mean()) > 0.25
-        found.append(f"load average before a unit: {loads.min():.1f} to {loads.max():.1f} on {int(cores)} cores"
-                     + ("; other programs ran, so times say less than counts" if is_busy else ""))
+        found.append(f"load average before a unit: {loads.min():.1f} to {loads.max():.1f} on {int(cores)} cores, of "
+                     "which the sweep's own threads are a part")
     if set(done["dtype"].dropna()) - {"float32"}:
         found.append("in bfloat16 and float16 a batch's shape alone changes tokens: look at the null pair")
-    if done["cpu"].nunique() > 1 or done["gpu"].nunique(dropna=False) > 1:
-        found.append("points ran on different machines: their times cannot be compared")
+    differ = [key for key in _MACHINE if key in done and done[key].nunique(dropna=False) > 1]
+    if differ:
+        found.append(f"points ran on different machines ({names(differ)} differ): their times cannot be compared")
     return found
