@@ -36,7 +36,9 @@ const encode = (view) => {
   for (let i = 0; i < bytes.length; i += 32768) text += String.fromCharCode(...bytes.subarray(i, i + 32768));
   return btoa(text);
 };
+const { isAttachedLate, isThrottled } = JSON.parse(document.querySelector("#options").textContent);
 const own = {}, heard = {}, dirty = new Set();
+let pending = false;
 const tell = (event, ...args) => { for (const call of [...heard[event] ?? []]) call(...args); };
 const take = ({ state, buffers, paths }) => {
   paths.forEach((path, i) => {
@@ -52,9 +54,12 @@ const model = {
   on: (event, call) => (heard[event] ??= new Set()).add(call),
   off: (event, call) => (call ? heard[event]?.delete(call) : delete heard[event]),
   save_changes: () => {
+    // as ipywidgets: while the kernel has not taken one update, the next waits, and messages overtake it
+    if (!dirty.size || (isThrottled && pending)) return;
     const state = Object.fromEntries([...dirty].map((name) => [name, own[name]]));
     dirty.clear();
-    if (Object.keys(state).length) window.lwToPython({ method: "update", state, buffers: [] });
+    pending = true;
+    window.lwToPython({ method: "update", state, buffers: [] });
   },
   send: (content, callbacks, buffers = []) => {
     window.lwToPython({ method: "custom", content, buffers: buffers.map(encode) });
@@ -62,13 +67,25 @@ const model = {
 };
 Object.assign(own, take(JSON.parse(document.querySelector("#state").textContent)));
 window.lwModel = model;
-const began = performance.now();
-window.lwLeave = render({ model, el: document.querySelector("#view") });
+const began = performance.now(), el = document.createElement("div");
+const attach = () => document.querySelector("#view").append(el);
+if (!isAttachedLate) attach();
+window.lwLeave = render({ model, el });
+// Jupyter renders first; in a cell that is not shown yet, much later than it
+window.lwAttach = attach;
+// the same widget in another place
+window.lwRenderAgain = (width) => {
+  const other = document.createElement("div");
+  other.style.width = width;
+  document.querySelector("#view").append(other);
+  render({ model, el: other });
+};
 // how long the first picture took, in milliseconds
 window.lwTook = performance.now() - began;
 const listen = async () => {
   for (const message of await window.lwFromPython()) {
-    if (message.method === "custom") tell("msg:custom", message.content, message.buffers.map(decode));
+    if (message.method === "taken") { pending = false; model.save_changes(); }
+    else if (message.method === "custom") tell("msg:custom", message.content, message.buffers.map(decode));
     else {
       const news = Object.entries(take(message)).filter(([name, value]) => own[name] !== value);
       // as in Backbone: all of it is there before anyone is told
@@ -83,6 +100,7 @@ listen();
 HOST_PAGE = """<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,">
 <style>body {{ margin: 0; }}\n{css}</style>
 <body><div id="view"></div><script type="application/json" id="state">{state}</script>
+<script type="application/json" id="options">{options}</script>
 <script type="module">{module}\n{front_end}</script></body>"""
 
 
@@ -161,12 +179,15 @@ def open_page(pages: Pages):
 class Wire:
     """What a widget says to its front end, kept until the page asks, and what the page says to the widget.
 
-    `sent` holds the bytes of every message: JSON and buffers. `is_alive = False` makes the kernel deaf and mute.
+    `sent` holds the bytes of every message: JSON and buffers. `is_alive = False` makes the kernel deaf and mute;
+    `is_busy = True` lets what the page says wait until `go_on()`, and `heard` holds all of it.
     """
 
     def __init__(self, widget: Any):
         self.widget = widget
-        self.is_alive = True
+        self.is_alive, self.is_busy = True, False
+        self.heard: list[dict] = []
+        self._queue: list[dict] = []
         self.sent: list[int] = []
         self._waiting: list[dict] = []
         self._lock = threading.Lock()
@@ -175,17 +196,37 @@ class Wire:
 
     def to_python(self, message: dict) -> None:
         """Give the widget a message of the page."""
-        buffers = [base64.b64decode(one) for one in message.pop("buffers")]
-        if message["method"] == "update":
-            message["buffer_paths"] = []
-        if self.is_alive:
-            self.widget.comm.handle_msg({"content": {"data": message}, "buffers": buffers})
+        self.heard.append(message)
+        if self.is_busy:
+            self._queue.append(message)
+        elif self.is_alive:
+            self._take(message)
+
+    def go_on(self) -> None:
+        """Give the widget what has waited, in its order: the cell that kept the kernel busy has ended."""
+        self.is_busy = False
+        while self._queue:
+            self._take(self._queue.pop(0))
+
+    def _take(self, message: dict) -> None:
+        buffers = [base64.b64decode(one) for one in message["buffers"]]
+        said = {name: value for name, value in message.items() if name != "buffers"}
+        is_update = said["method"] == "update"
+        paths = {"buffer_paths": []} if is_update else {}
+        self.widget.comm.handle_msg({"content": {"data": {**said, **paths}}, "buffers": buffers})
+        if is_update:
+            with self._lock:
+                self._waiting.append({"method": "taken"})
 
     def from_python(self) -> list[dict]:
         """Return what the widget has said since the page last asked."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         return waiting if self.is_alive else []
+
+    def said(self) -> list[dict]:
+        """Return the contents of the messages, apart from updates, since the last time anyone asked."""
+        return [message["content"] for message in self.from_python() if message["method"] == "custom"]
 
     def _published(self, kind: str, data: Any = None, metadata: Any = None, buffers: Any = None, **more: Any) -> None:
         if not data or data.get("method") not in ("update", "custom"):
@@ -215,18 +256,30 @@ class Wire:
 
 @pytest.fixture
 def open_widget(pages: Pages, tmp_path: Path):
-    """Return `open(widget, width=1280, scheme="light", ready=".lw canvas") -> (page, wire)` for a live widget."""
+    """Return `open(widget, width=1280, scheme="light", ready=".lw canvas") -> (page, wire)` for a live widget.
 
-    def open_live(widget: Any, width: int = 1280, scheme: str = "light", ready: str = ".lw canvas") -> tuple[Any, Wire]:
+    `is_attached_late` renders into an element that lies in no page, until the page's `lwAttach()`; `is_throttled` keeps
+    an update back while the kernel has not taken the one before. Jupyter does both.
+    """
+
+    def open_live(
+        widget: Any, width: int = 1280, scheme: str = "light", ready: str = ".lw canvas",
+        is_attached_late: bool = False, is_throttled: bool = False,
+    ) -> tuple[Any, Wire]:  # fmt: skip
         wire = Wire(widget)
+        options = json.dumps({"isAttachedLate": is_attached_late, "isThrottled": is_throttled})
         state = json.dumps(wire.opening).replace("<", "\\u003c")
-        html = HOST_PAGE.format(css=page_parts.css(), module=page_parts.module(), state=state, front_end=FRONT_END)
+        parts = {"css": page_parts.css(), "module": page_parts.module(), "front_end": FRONT_END}
+        html = HOST_PAGE.format(**parts, state=state, options=options)
         path = tmp_path / f"widget-{len(pages.contexts)}.html"
         path.write_text(html, encoding="utf-8")
         page = pages.blank(path.as_uri(), width, scheme)
         page.expose_function("lwToPython", wire.to_python)
         page.expose_function("lwFromPython", wire.from_python)
         page.goto(path.as_uri())
+        if is_attached_late:
+            page.wait_for_function("typeof window.lwAttach === 'function'")
+            return page, wire
         page.wait_for_selector(ready)
         settle(page)
         return page, wire

@@ -311,19 +311,21 @@ def test_delta_norms_are_another_quantity_of_the_map() -> None:
     pd.testing.assert_frame_equal(view.selected(), trace.select(slice(2, 9), list(trace.sites[3:5])).to_frame())
 
 
-def test_questions_about_another_trace_or_without_sense_get_no_answer(run) -> None:
+def test_questions_about_another_trace_or_without_sense_are_refused(run) -> None:
     view = explore(run)
     wire = Wire(view)
     asked = {"type": "span", "start": 0, "stop": 9, "id": "x", "turn": 4, "serial": view.labels["serial"]}
+    asked |= {"adapters": ["german"], "projection": "", "layers": []}
 
     def answers(**changes) -> list:
         wire.to_python({"method": "custom", "content": {**asked, **changes}, "buffers": []})
-        return [message["content"] for message in wire.from_python()]
+        return wire.said()
 
     (answer,) = answers()
     assert (answer["id"], answer["turn"], answer["type"]) == ("x", 4, "span")
     for changes in ({"serial": 0}, {"type": "sapn"}, {"start": None}, {"type": "cell", "token": 10**6, "site": 0}):
-        assert answers(**changes) == []
+        (answer,) = answers(**changes)
+        assert answer["is_refused"] and "means" not in answer
     huge = answers(start=-5, stop=10**9)[0]
     assert (huge["start"], huge["stop"]) == (0, 135)
 

@@ -1,7 +1,7 @@
 // View "explore", last part: moving, zooming, pointing, selecting and keys, and the whole put together.
 
 const IS_LOADED = ["labels"];
-const SETTINGS = ["shown_adapters", "projection", "layers", "mode", "selection", "visible", "problem"];
+const SETTINGS = ["shown_adapters", "projection", "layers", "mode", "selection", "visible", "problem", "request", "quantity"];
 const SILENT = "The kernel does not answer: showing the overview, its values rounded. This goes on by itself once the kernel is free; after a restart, run the cell again.";
 
 function exploreView(model, data, guard) {
@@ -17,7 +17,8 @@ function exploreView(model, data, guard) {
   view.scratch = make("canvas", { width: 1, height: 1 });
   let frame = 0, later = 0;
   view.drawNow = () => guard(() => {
-    drawExplore(view);
+    // Jupyter renders before it lays out, in a closed tab long before
+    if (!drawExplore(view)) return;
     // what is under a resting pointer has changed
     if (view.pointer && view.geometry) hoverExplore(view, placeOf(view, view.pointer));
     settleLater();
@@ -36,7 +37,7 @@ function exploreView(model, data, guard) {
 
 // everything that changes what is visible, pointed at or selected
 function moves(view) {
-  const goTo = (first, cell) => { Object.assign(view, { first, cell }); view.draw(); };
+  const goTo = (first, cell) => { Object.assign(view, { first, cell, wanted: null, isLed: false }); view.draw(); };
   const refresh = () => { view.markText(); view.read(); drawOverlay(view); };
   const point = (place) => {
     view.hovered = place;
@@ -56,6 +57,7 @@ function moves(view) {
 
 function selecting(view) {
   const select = (span) => {
+    if (!span) view.anchor = null;
     const before = view.selection.join();
     view.selection = span ? [...span] : [];
     if (view.selection.join() === before) return;
@@ -70,7 +72,12 @@ function selecting(view) {
     select([Math.min(from, token), Math.max(from, token) + 1]);
     view.cursor = { ...view.cursor, token };
   };
-  return { select, extend };
+  // with the pointer: what Shift and an arrow key do next goes on from there
+  const drag = (from, token) => {
+    Object.assign(view, { anchor: from, cursor: { ...view.cursor, token } });
+    select([Math.min(from, token), Math.max(from, token) + 1]);
+  };
+  return { select, extend, drag };
 }
 
 function zooming(view, goTo) {
@@ -101,6 +108,8 @@ function exploreKeys(view, event) {
   event.preventDefault();
   // Jupyter has keys of its own; these are the map's
   event.stopPropagation();
+  // the keys lead now, wherever the pointer rests
+  if (to !== undefined || lines !== undefined) { view.pointer = null; view.tip.hidden = true; }
   if (to !== undefined && event.shiftKey) view.extend(clamp(to, 0, end));
   if (to !== undefined && !event.shiftKey) view.anchor = null;
   if (to !== undefined) view.move({ token: clamp(to, 0, end) }, true);
@@ -138,8 +147,11 @@ function wantWindow(view) {
 }
 
 function tellVisible(view) {
+  // a second view of the widget, of another width, would answer with its own
+  if (view.isLed) return;
   const { first, last } = view.geometry, now = [first, last].map((one) => Math.round(one * 100) / 100);
-  if (now.join() !== (view.model.get("visible") ?? []).join()) view.setting("visible", now);
+  const all = [0, view.data.numTokens], told = view.model.get("visible") ?? [];
+  if (now.join() !== (told.length ? told : all).join()) view.setting("visible", now);
 }
 
 function exploreBox(view) {
@@ -207,7 +219,7 @@ function pointing(view) {
     if (Math.abs(place.x - drag.from.x) + Math.abs(place.y - drag.from.y) >= 4) drag.moved = true;
     if (!drag.moved) return;
     view.tip.hidden = true;
-    if (drag.kind === "select") view.select([Math.min(drag.from.token, place.token), Math.max(drag.from.token, place.token) + 1]);
+    if (drag.kind === "select") view.drag(drag.from.token, place.token);
     else if (drag.kind === "move") view.goTo(drag.first - (place.x - drag.from.x) / drag.cell, drag.cell);
     else if (down.size === 2) {
       const [one, other] = down.values(), left = view.over.getBoundingClientRect().left, middle = (one + other) / 2 - left, { gutter } = view.geometry;
@@ -219,7 +231,7 @@ function pointing(view) {
     if (!down.delete(event.pointerId) || !drag) return;
     if (!drag.moved && event.type === "pointerup" && drag.from.inside) {
       view.anchor = null;
-      if (drag.kind === "select" && event.shiftKey) view.select([Math.min(view.cursor.token, drag.from.token), Math.max(view.cursor.token, drag.from.token) + 1]);
+      if (drag.kind === "select" && event.shiftKey) view.drag(view.cursor.token, drag.from.token);
       view.move({ token: drag.from.token, site: drag.from.site ?? view.cursor.site }, true);
     }
     if (!down.size) drag = null;
@@ -276,15 +288,21 @@ function buildExplore(model, el, guard) {
   return view;
 }
 
+// Show what the model says is visible, at the next drawing; nothing means all. Of what was set elsewhere nothing is told back.
 function showVisible(view) {
-  const [first, last] = view.model.get("visible") ?? [], plot = exploreGeometry(view).plot;
-  if (last > first) Object.assign(view, { first, cell: plot / (last - first) });
+  const [first, last] = view.model.get("visible") ?? [];
+  view.isLed = last > first;
+  view.wanted = view.isLed ? [first, last] : [0, view.data.numTokens];
 }
 
 // what Python (or this view) has set
 function followSetting(view, name) {
   const { model } = view;
-  if (name === "selection") return view.select(model.get("selection"));
+  if (name === "request" || name === "quantity") return view.renewControls();
+  if (name === "selection") {
+    if (view.selection.join() !== (model.get("selection") ?? []).join()) view.anchor = null;
+    return view.select(model.get("selection"));
+  }
   if (name === "problem") {
     view.sayProblem();
     // the picker still has the request that could not be shown
@@ -292,8 +310,10 @@ function followSetting(view, name) {
   }
   if (name === "visible") {
     const { first, last } = view.geometry ?? {}, [from, to] = model.get("visible") ?? [];
-    if (Math.abs(first - from) > 0.02 || Math.abs(last - to) > 0.02) { showVisible(view); view.draw(); }
-    return;
+    // what this view has told itself
+    if (Math.abs(first - from) <= 0.02 && Math.abs(last - to) <= 0.02) return;
+    showVisible(view);
+    return view.draw();
   }
   const [mode, projection, layers] = [model.get("mode") || WHO_LEADS, model.get("projection") ?? "", (model.get("layers") ?? []).join()];
   // what was not set here must show on the controls; what was has the focus there

@@ -80,5 +80,5 @@ def _clipped(start: int, stop: int, num_tokens: int) -> tuple[int, int]:
 
 
 def _plain(values: np.ndarray) -> list[float | None]:
-    """Return numbers as JSON has them: NaN becomes None."""
-    return [None if np.isnan(value) else float(value) for value in values]
+    """Return numbers as JSON has them: NaN and what has no end become None."""
+    return [float(value) if np.isfinite(value) else None for value in values]

@@ -218,13 +218,20 @@ function meanOfSpan(start, stop, meanAt) {
 }
 
 // Questions to Python. One of a kind is under way; what is asked meanwhile waits, only the latest of it; an answer to
-// another question, or about another trace, is dropped. While one has had no answer for three seconds, `silent(true)`.
+// another question, or about another trace, is dropped. While one has had no answer for three seconds, `silent(true)`;
+// the next is asked then, for an answer may have been lost.
 function questions(model, serialOf, silent) {
   const open = new Map();
   const send = (kind, body, take) => {
     const id = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
-    open.set(kind, { id, take, next: null, timer: setTimeout(() => silent(true), PATIENCE_MS) });
+    const one = { id, take, next: null, isLate: false, timer: setTimeout(() => lose(kind, one), PATIENCE_MS) };
+    open.set(kind, one);
     try { model.send({ type: kind, id, serial: serialOf(), ...body }); } catch { silent(true); }
+  };
+  const lose = (kind, one) => {
+    silent(true);
+    one.isLate = true;
+    if (one.next) send(kind, ...one.next);
   };
   const hear = (content, buffers) => {
     const asked = open.get(content.type);
@@ -232,13 +239,14 @@ function questions(model, serialOf, silent) {
     clearTimeout(asked.timer);
     open.delete(content.type);
     silent(false);
-    if (content.serial === serialOf()) asked.take(content, buffers ?? []);
+    if (content.serial === serialOf() && !content.is_refused) asked.take(content, buffers ?? []);
     if (asked.next) send(content.type, ...asked.next);
   };
   model.on("msg:custom", hear);
   return {
     ask: (kind, body, take) => {
-      if (open.has(kind)) open.get(kind).next = [body, take];
+      const one = open.get(kind);
+      if (one && !one.isLate) one.next = [body, take];
       else send(kind, body, take);
     },
     end: () => { for (const { timer } of open.values()) clearTimeout(timer); open.clear(); model.off("msg:custom", hear); },

@@ -29,6 +29,10 @@ function pixelTables(data, theme) {
 function aimed(view) {
   const { data } = view, width = view.box.clientWidth, gutter = width < 560 ? 84 : 124, plot = Math.max(40, width - gutter - 1);
   const fit = Math.min(plot / data.numTokens, MAX_CELL);
+  if (view.wanted && width) {
+    const [first, last] = view.wanted;
+    Object.assign(view, { first, cell: plot / (last - first), wanted: null });
+  }
   view.cell = clamp(view.cell ?? fit, fit, Math.max(fit, MAX_CELL));
   view.first = clamp(view.first ?? 0, 0, Math.max(0, data.numTokens - plot / view.cell));
   const { cell, first } = view;
@@ -163,8 +167,9 @@ function sizeCanvas(canvas, width, height) {
   return context;
 }
 
+// whether there was room to draw in
 function drawExplore(view) {
-  if (!view.box.clientWidth) return;
+  if (!view.box.clientWidth) return false;
   const g = (view.geometry = exploreGeometry(view)), { theme } = view, context = (view.context = sizeCanvas(view.canvas, g.width, g.height));
   view.stack.style.height = `${g.height}px`;
   context.fillStyle = theme.page;
@@ -187,6 +192,7 @@ function drawExplore(view) {
   context.restore();
   drawOverlay(view);
   drawMinimap(view);
+  return true;
 }
 
 function drawExploreGutter(view, g, context) {

@@ -20,8 +20,7 @@ function filterOf(model, data) {
   if (!adapters.length) adapters = data.names.map((_, i) => i);
   const isShown = (site) => (!projection || kinds[site] === projection)
     && (low === undefined || (layers[site] !== null && layers[site] >= low && layers[site] <= high));
-  let sites = [...Array(data.numSites).keys()].filter(isShown);
-  if (!sites.length) sites = [...Array(data.numSites).keys()];
+  const found = [...Array(data.numSites).keys()].filter(isShown), sites = found.length ? found : [...Array(data.numSites).keys()];
   const groups = [];
   for (const site of sites) {
     const known = groups.find(({ layer }) => layer === layers[site]);
@@ -29,7 +28,10 @@ function filterOf(model, data) {
     else groups.push({ layer: layers[site], sites: [site] });
   }
   const where = [projection && `every ${projection}`, low !== undefined && `layers ${low}–${high}`].filter(Boolean).join(", ");
-  return { adapters, sites, layers: groups, key: `${adapters};${sites}`, where: where ? `at ${where}` : "at every site" };
+  // a question names what it is about: the settings may reach Python after it
+  const asked = { adapters: adapters.map((i) => data.names[i]), projection: found.length ? projection : "", layers: found.length && low !== undefined ? [low, high] : [] };
+  return { adapters, sites, layers: groups, asked, key: `${adapters};${sites}`,
+    where: !found.length ? `at every site (none is ${where})` : where ? `at ${where}` : "at every site" };
 }
 
 function exploreControls(view) {
@@ -142,7 +144,7 @@ function exploreReadout(view) {
     fill(now, null);
     clearTimeout(asking);
     if (!data.live) return;
-    asking = setTimeout(() => view.ask("cell", { token: now.token, site: now.site ?? null, turn: view.turn }, (answer) => {
+    asking = setTimeout(() => view.ask("cell", { token: now.token, site: now.site ?? null, turn: view.turn, ...view.filter.asked }, (answer) => {
       const { token: at, site: where } = view.current();
       if (at === answer.token && (where ?? null) === answer.site && answer.turn === view.turn) fill(now, answer);
     }), 70);
@@ -176,7 +178,7 @@ function selectionPanel(view) {
     title.textContent = `Selected: ${stop - start} ${stop - start === 1 ? "token" : "tokens"}, ${data.positions[start]} to ${data.positions[stop - 1]}`;
     text.textContent = data.tokens.slice(start, shown).join("") + (shown < stop ? ` … and ${stop - shown} tokens more` : "");
     fill(spanMeans(data, view.filter, start, stop), false);
-    if (data.live) asking = setTimeout(() => view.ask("span", { start, stop, turn: view.turn }, (answer) => {
+    if (data.live) asking = setTimeout(() => view.ask("span", { start, stop, turn: view.turn, ...view.filter.asked }, (answer) => {
       if (view.selection[0] === answer.start && view.selection[1] === answer.stop && answer.turn === view.turn) fill(answer.means, true);
     }), 90);
   };
@@ -191,7 +193,7 @@ function exploreText(view) {
   let range = "", anchor = null;
   const tokenOf = (event) => event.target.closest?.("[data-token]")?.dataset.token;
   const on = (name, call) => box.addEventListener(name, (event) => view.guard(() => tokenOf(event) !== undefined && call(Number(tokenOf(event)), event)));
-  on("pointerover", (token, event) => { view.point({ token }); if (anchor !== null && event.buttons) view.select([Math.min(anchor, token), Math.max(anchor, token) + 1]); });
+  on("pointerover", (token, event) => { view.point({ token }); if (anchor !== null && event.buttons) view.drag(anchor, token); });
   on("pointerdown", (token) => { anchor = token; });
   on("click", (token) => view.move({ token }, true));
   box.addEventListener("pointerleave", () => { anchor = null; view.point(null); });

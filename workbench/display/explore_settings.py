@@ -13,6 +13,7 @@ from workbench.errors import UserError, names, nearest
 WHO_LEADS, EVERY_ADAPTER = "who leads", "every adapter"
 THEMES = ("auto", "light", "dark")
 SETTINGS = ("selection", "shown_adapters", "projection", "layers", "mode", "visible", "request", "quantity", "theme")
+SPANS = ("selection", "visible")
 # what the picker says
 QUIET = {SCALINGS: "scalings", DELTA_NORM: "how far the output is moved"}
 
@@ -40,7 +41,7 @@ class Settings:
     def fitting(self, settings: Mapping[str, Any], is_same_trace: bool) -> dict[str, Any]:
         """Return the settings of another trace or quantity that fit this one, and the usual ones for the others."""
         kept: dict[str, Any] = {}
-        spans = ("selection", "visible") if is_same_trace else ()
+        spans = SPANS if is_same_trace else ()
         for name in ("theme", "shown_adapters", "projection", "layers", "mode", *spans):
             value = settings[name]
             if name == "shown_adapters":
@@ -57,7 +58,7 @@ class Settings:
         Raises:
             UserError: it does not fit; the message says what would.
         """
-        if name in ("selection", "visible"):
+        if name in SPANS:
             return self._span(name, value)
         if name == "shown_adapters":
             return self._adapters(value)
@@ -73,6 +74,14 @@ class Settings:
             return require_quantity(value, self.quantities)
         options = {"mode": (WHO_LEADS, EVERY_ADAPTER, *self.adapters), "theme": THEMES}
         return self._option(name, value, options[name])
+
+    def fits(self, name: str, value: Any, others: Mapping[str, Any]) -> bool:
+        """Return whether `checked` takes a setting."""
+        try:
+            self.checked(name, value, others)
+        except UserError:
+            return False
+        return True
 
     def sites(self, projection: str, layers: Sequence[int]) -> list[int]:
         """Return the indices of the sites that both leave.

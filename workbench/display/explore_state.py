@@ -48,10 +48,12 @@ class Survey:
     sum_error: float  # largest distance from 1 of the sum over the adapters of one site and token; NaN without any
 
     def shares(self, mask: np.ndarray) -> list[float | None]:
-        """Return each adapter's mean over these tokens and all sites; None without any value."""
+        """Return each adapter's mean over these tokens and all sites; None without any value, or without an end."""
         counts = self.counts[mask].sum(0)
         total = np.nansum(self.means[mask] * self.counts[mask], 0)
-        return [round(float(one / count), 4) if count else None for one, count in zip(total, counts, strict=True)]
+        found = zip(total, counts, strict=True)
+        # JSON has no infinity
+        return [round(float(one / count), 4) if count and np.isfinite(one) else None for one, count in found]
 
 
 def quantities(trace: Trace) -> dict[str, Quantity]:

@@ -14,7 +14,7 @@ from traitlets import Any as AnyTrait
 from traitlets import Bool, Bytes, Dict, Unicode, observe, validate
 
 from workbench.display import explore_answers, page
-from workbench.display.explore_settings import QUIET, SETTINGS, Settings, require_quantity
+from workbench.display.explore_settings import QUIET, SETTINGS, SPANS, Settings, require_quantity
 from workbench.display.explore_source import Source, source_of
 from workbench.display.explore_state import BUDGET_BYTES, SCALINGS, quantities, state
 from workbench.display.labels import TITLE
@@ -151,14 +151,33 @@ class Explore(anywidget.AnyWidget):
         return self.show().save(path)
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
-        """Take what the page has set (ipywidgets calls this)."""
+        """Take what the page has set (ipywidgets calls this); what does not fit is taken back on both sides."""
+        before = {name: getattr(self, name) for name in SETTINGS}
+        late = [name for name in SPANS if name in sync_data and not self._limits.fits(name, sync_data[name], before)]
+        # where the map is zoomed to is told by the page of itself, and is no answer to a problem
+        if self.problem and set(sync_data) - {"visible"}:
+            self.problem = ""
         self._is_from_page = True
         try:
-            super().set_state(sync_data)
+            super().set_state({name: value for name, value in sync_data.items() if name not in late})
         except UserError as error:
+            self._take_back(before, [name for name in SETTINGS if name in sync_data])
             self.problem = str(error)
         finally:
             self._is_from_page = False
+        # the page only sends spans of what it shows: these are of a trace that has gone
+        if late:
+            self.send_state(late)
+
+    def _take_back(self, before: dict[str, Any], asked: list[str]) -> None:
+        """Set what the page asked for to what it was; unlike a TraitError, ours leaves it set."""
+        kept = self._limits.fitting(before, is_same_trace=True)
+        with self.hold_sync(), self.hold_trait_notifications():
+            for name in asked:
+                # another request or quantity, _switch has undone
+                if name in kept and name not in ("request", "quantity"):
+                    self.set_trait(name, kept[name])
+        self.send_state(asked)
 
     @validate(*SETTINGS)
     def _valid(self, proposal: dict[str, Any]) -> Any:
@@ -211,14 +230,27 @@ class Explore(anywidget.AnyWidget):
                 setattr(self, name, value)
 
     def _heard(self, _: Any, content: Any, buffers: Any) -> None:
-        if not isinstance(content, dict) or content.get("serial") != self._serial:
+        if not isinstance(content, dict):
             return
-        sites = self._limits.sites(self.projection, self.layers)
-        adapters = [self._quantity.adapters.index(name) for name in self.shown_adapters]
-        answered = explore_answers.answer(content, self._quantity, sites, adapters)
-        if answered is not None:
-            reply, parts = answered
-            self.send({**reply, **{name: content.get(name) for name in ("type", "id", "serial", "turn")}}, parts)
+        # a page that gets no answer must take the kernel for silent
+        reply, parts = self._answer(content) or ({"is_refused": True}, [])
+        self.send({**reply, **{name: content.get(name) for name in ("type", "id", "serial", "turn")}}, parts)
+
+    def _answer(self, content: dict[str, Any]) -> explore_answers.Answer | None:
+        if content.get("serial") != self._serial:
+            return None
+        sites, adapters = [], []
+        try:
+            # the settings here may be older or newer than the question
+            if content.get("type") != "window":
+                adapters = [self._quantity.adapters.index(name) for name in content["adapters"]]
+                layers = self._limits.checked("layers", content["layers"], {"projection": ""})
+                sites = self._limits.sites(
+                    self._limits.checked("projection", content["projection"], {"layers": layers}), layers
+                )
+        except (KeyError, TypeError, ValueError):
+            return None
+        return explore_answers.answer(content, self._quantity, sites, adapters)
 
 
 def explore(what: Trace | Run | str | Path, title: str | None = None, **settings: Any) -> Explore:

@@ -113,12 +113,15 @@ def _group_label(group: list[int | None], num_sites: int) -> str:
 
 
 def _shares(trace: Trace) -> dict[str, list[float | None] | None]:
-    """Return the share of each adapter over all tokens, the prompt and the generated ones; None without any."""
+    """Return the share of each adapter over all tokens, the prompt and the generated ones; None without any.
+
+    None as well for a share without an end, which JSON does not have.
+    """
     parts = {"all": None, "prompt": ~trace.generated, "generated": trace.generated}
     shares: dict[str, list[float | None] | None] = {}
     for name, mask in parts.items():
         if mask is not None and not mask.any():
             shares[name] = None
             continue
-        shares[name] = [None if np.isnan(share) else round(share, 4) for share in trace.share(mask).values()]
+        shares[name] = [round(share, 4) if np.isfinite(share) else None for share in trace.share(mask).values()]
     return shares
