@@ -10,7 +10,11 @@ import re
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
+from PIL import Image
+
+from workbench.display.palette import ADAPTER_COLOURS
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
@@ -120,3 +124,14 @@ def test_the_tour_shows_it_with_one_picture_that_says_what_it_shows(path, cells)
     data = (FOLDER / name).read_bytes()
     assert data.startswith(b"\x89PNG") and len(data) <= MAX_PICTURE_BYTES
     assert len(tagged(cells, "picture")) == 1, "the cell that makes the picture"
+
+
+WITH_ADAPTERS = ["00_start_here", "03_scalings_in_depth", "04_interventions", "05_caching_the_scalings"]
+
+
+@pytest.mark.parametrize("stem", WITH_ADAPTERS)
+def test_a_smaller_picture_keeps_the_adapters_colours(stem) -> None:
+    pixels = np.asarray(Image.open(FOLDER / "images" / f"{stem}.png").convert("RGB")).reshape(-1, 3).astype(int)
+    for colour in ADAPTER_COLOURS[:4]:
+        wanted = [int(colour[at:at + 2], 16) for at in (1, 3, 5)]
+        assert np.abs(pixels - wanted).max(axis=1).min() <= 12, f"{colour} is in the legend"
