@@ -222,6 +222,7 @@ def test_another_request_of_a_run_is_picked_in_the_page(open_widget, tmp_path) -
     assert view.request == "req-2" and page.locator(".lw-adapters tbody tr").count() == 3
     assert page.locator(".lw").count() == 1
     page.get_by_label("Request").select_option("req-3 · demo · <b>Wer</b>")
-    # on a slow machine the page may first be told that it asked for the old trace's tokens
-    page.wait_for_selector(".lw-silent:has-text('no scalings in this trace to explore')")
+    page.wait_for_selector(".lw-silent:not(:empty)", timeout=30_000)
+    assert "no scalings in this trace to explore" in page.locator(".lw-silent").inner_text()
+    page.wait_for_function("document.querySelector('.lw-choice select').value.startsWith('req-2')", timeout=30_000)
     assert page.get_by_label("Request").input_value().startswith("req-2") and view.request == "req-2"

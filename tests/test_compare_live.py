@@ -107,6 +107,20 @@ def test_a_setting_that_fails_while_it_runs_leaves_the_others(engine) -> None:
     assert any("no such sound" in each["error"] for each in ended)
 
 
+def test_a_fault_in_a_columns_feed_is_told_once_with_its_label(engine, monkeypatch) -> None:
+    def broken(self, request):
+        raise RuntimeError("bug")
+
+    monkeypatch.setattr("workbench.live.feed.Feed._take_rows", broken)
+    shown = compare_live(engine, {"one": {}, "two": {}}, "hello", mixture="mix", null=False, **SHORT)
+    page = Page(shown)
+    page.send("run")
+    page.wait_for("end")
+    told = [message["text"] for message in page.all("say") if message["error"]]
+    assert [text.partition(":")[0] for text in told] == ["setting 'one'", "setting 'two'"]
+    assert all(text.endswith("RuntimeError: bug") for text in told)
+
+
 def test_a_setting_that_cannot_start_starts_none(engine) -> None:
     shown = compare_live(engine, {"short": {}, "long": {"max_tokens": 5000}}, "hello", mixture="mix")
     page = Page(shown)

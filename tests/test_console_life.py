@@ -118,8 +118,26 @@ def test_a_fault_in_the_feed_ends_neither_the_step_nor_the_run(engine, monkeypat
 
     monkeypatch.setattr("workbench.live.feed.Feed._take_rows", broken)
     shown = console(engine, "hello", **SHORT)
-    shown.run()
+    page = Page(shown)
+    page.send("run")
+    page.wait_for("end")
     assert shown.wait(20).finish_reason == "length" and engine.counters()["failed_steps"] == 0
+    told = [message for message in page.all("say") if message["error"]]
+    assert [message["text"] for message in told] == [
+        "what is written can no longer be followed here, but it goes on to its end: RuntimeError: bug"
+    ]
+
+
+def test_the_end_of_a_run_leaves_the_desk_to_a_run_that_begins_meanwhile(engine) -> None:
+    shown = console(engine, "hello", **SHORT)
+    choose, held = shown._desk.choose, []
+    # whoever chooses holds what a run that begins waits for
+    shown._desk.choose = lambda adapters: (held.append(shown._lock._is_owned()), choose(adapters))[1]
+    page = Page(shown)
+    page.send("run")
+    page.wait_for("end")
+    page.wait_until(lambda: len(held) > 1)
+    assert held == [True] * len(held)
 
 
 def test_a_console_out_of_use_keeps_no_engine(shelf) -> None:

@@ -83,7 +83,8 @@ function compareRoot(model, form, columns, scale) {
 }
 
 function compareBegin(view, content) {
-  const { columns, says } = view;
+  const { columns, says, talk } = view;
+  talk.greeted();
   view.current = { run: content.run, diverged: [], ended: null };
   columns.forEach((column, i) => { column.judged = false; column.begin(content.columns[i]); });
   says.fail("");
@@ -93,7 +94,7 @@ function compareBegin(view, content) {
 function compareMore({ columns, current, talk }, content, buffers) {
   for (const each of content.columns) {
     const column = columns[each.column], { story } = column;
-    if (!liveTake(story, each, buffers.slice(2 * each.column, 2 * each.column + 2))) return talk.send("hello");
+    if (!liveTake(story, each, buffers.slice(2 * each.column, 2 * each.column + 2))) return talk.greet();
     if (each.ended && !story.ended) {
       Object.assign(story, { ended: each.ended });
       if (each.ended.reason === "error") [column.judged, column.verdict.textContent] = [true, liveEnding(story)];
@@ -114,7 +115,7 @@ function compareHears(view, content, buffers) {
   if (!talk.hears(content)) return;
   if (content.type === "say") content.error ? says.fail(content.text) : says.say(content.text);
   else if (content.type === "start") compareBegin(view, content);
-  else if (content.run !== current?.run) { if (content.type === "more" && !(current?.run > content.run)) talk.send("hello"); }
+  else if (content.run !== current?.run) { if (content.type === "more" && !(current?.run > content.run)) talk.greet(); }
   else if (content.type === "more") compareMore(view, content, buffers);
   else if (content.type === "end") compareEnd(view, content);
   view.draw();
@@ -151,7 +152,7 @@ function renderCompareLive({ model, el }) {
   el.replaceChildren(root);
   const untheme = followTheme(model, root, (theme) => { scale.theme(theme); columns.forEach((column) => column.strip.theme(theme)); });
   view.drawNow();
-  talk.send("hello");
+  talk.greet();
   return () => {
     talk.end();
     unlisten();

@@ -135,7 +135,7 @@ function consoleDesk(view) {
   const group = `lw-mode-${talk.page}`;
   const modes = Object.keys(CONSOLE_MODES).map((mode) => make("input", { type: "radio", name: group, value: mode, "data-lw-mode": mode,
     onchange: () => { asked = mode; talk.send("mode", { mode }); } }));
-  const all = make("button", { type: "button", class: "lw-button", "data-lw-rest-all": true, onclick: () => talk.send("clear") }, "All to rest");
+  const all = make("button", { type: "button", class: "lw-button", "data-lw-rest-all": true, onclick: () => all.getAttribute("aria-disabled") === "true" || talk.send("clear") }, "All to rest");
   const box = make("section", { class: "lw-desk", "aria-label": "Faders" },
     make("div", { class: "lw-desk-head" }, make("div", { class: "lw-label" }, "Faders"),
       make("fieldset", { class: "lw-choice" }, make("legend", { class: "lw-sr" }, "Mode of the faders"), ...modes.map((input) => make("label", {}, input, make("span", {}, input.value)))), all),
@@ -153,7 +153,8 @@ function consoleDesk(view) {
       why.hidden = !reason;
       says.textContent = CONSOLE_MODES[mode];
       says.hidden = Boolean(reason);
-      all.disabled = Boolean(reason) || values.every((value) => value == null);
+      // a disabled button would lose the focus of whoever has just pressed it
+      all.setAttribute("aria-disabled", String(Boolean(reason) || values.every((value) => value == null)));
       modes.forEach((input) => { input.checked = input.value === (asked ?? mode); input.disabled = Boolean(reason); });
       const shape = JSON.stringify([voice.id, voice.adapters, mode]);
       if (shape !== built) {
@@ -204,6 +205,7 @@ function consoleDraw(view, { root, after, form, desk, meters, text, strip }) {
 }
 
 function consoleBegin(view, { text, strip }, content) {
+  view.talk.greeted();
   const story = view.story = liveStory({ ...content, promptTokens: content.prompt_tokens });
   view.pointed = null;
   text.begin(story);
@@ -224,9 +226,9 @@ function consoleHears(view, parts, content, buffers) {
   if (!talk.hears(content)) return;
   if (content.type === "say") content.error ? says.fail(content.text) : says.say(content.text);
   else if (content.type === "start") consoleBegin(view, parts, content);
-  else if (content.run !== story?.run) { if (content.type === "more" && !(story?.run > content.run)) talk.send("hello"); }
+  else if (content.run !== story?.run) { if (content.type === "more" && !(story?.run > content.run)) talk.greet(); }
   else if (content.type === "more") {
-    if (!liveTake(story, content, buffers)) return talk.send("hello");
+    if (!liveTake(story, content, buffers)) return talk.greet();
     if (content.stats.generated && !story.wrote) { story.wrote = true; says.say("Writing …"); }
   } else if (content.type === "end") consoleEnd(view, parts, content);
   view.draw();
@@ -258,7 +260,7 @@ function renderConsole({ model, el }) {
   el.replaceChildren(root);
   const untheme = followTheme(model, root, (theme) => { scale.theme(theme); strip.theme(theme); });
   view.drawNow();
-  talk.send("hello");
+  talk.greet();
   return () => {
     talk.end();
     unlisten();

@@ -11,7 +11,7 @@ const liveNumber = (value, digits) => (value == null || Number.isNaN(value) ? "â
 // messages to the kernel; silent(true) when one is not acknowledged in time, silent(false) when one is
 function liveTalk(model, silent) {
   const page = Math.random().toString(36).slice(2), waiting = new Map();
-  let number = 0;
+  let number = 0, patience = 0;
   return {
     page,
     send(type, content = {}) {
@@ -19,6 +19,13 @@ function liveTalk(model, silent) {
       waiting.set(id, setTimeout(() => silent(true), LIVE_PATIENCE_MS));
       try { model.send({ type, id, page, ...content }); } catch { silent(true); }
     },
+    // ask for everything so far, once: while a kernel is busy, its stream goes on and would make each of its messages ask
+    greet() {
+      if (performance.now() < patience) return;
+      patience = performance.now() + LIVE_PATIENCE_MS;
+      this.send("hello");
+    },
+    greeted() { patience = 0; },
     // whether a message is for this page and means something
     hears(content) {
       if (content.type !== "ack") return !content.page || content.page === page;
@@ -43,7 +50,9 @@ const LIVE_SILENCE = "The kernel does not answer. If a cell is running, this goe
 function liveTalkAloud(model, fail) {
   let silence = false;
   return liveTalk(model, (silent) => {
-    if (silent !== silence) fail(silent ? LIVE_SILENCE : "");
+    // said again at each message that is not heard: what was said since may have taken its place
+    if (silent) fail(LIVE_SILENCE);
+    else if (silence) fail("");
     silence = silent;
   });
 }

@@ -198,6 +198,9 @@ class CompareLive(Live):
                 self._send_news(current, over)
         except Exception as error:
             self.say(f"the streams cannot be shown: {type(error).__name__}: {error}", is_error=True)
+        for label, playing in current.columns.items():
+            if fault := playing.fault():
+                self.say(f"setting {label!r}: {fault}", is_error=True)
         if not all(over) or (current.null is not None and not current.null.feed.is_ended):
             return True
         if current.null is None and self._wants_null(current) and self._begin_null(current, sender):

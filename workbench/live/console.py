@@ -195,7 +195,10 @@ class Console(Live):
 
     def _choose(self) -> None:
         """Put the chosen voice's adapters on the faders, unless they are in use."""
-        if not self.is_running:
+        # the end of a run chooses on the sender's thread, where the next run may begin meanwhile
+        with self._lock:
+            if self.is_running:
+                return
             chosen = next((v for v in voices(self.engine, self._merged) if v.id == self.voice), None)
             self._desk.choose(chosen.adapters if chosen is not None and chosen.is_mixture else ())
             self._show_faders()
@@ -245,6 +248,8 @@ class Console(Live):
                 self.tell(*playing.news())
         except Exception as error:
             self.say(f"the stream cannot be shown: {type(error).__name__}: {error}", is_error=True)
+        if fault := playing.fault():
+            self.say(fault, is_error=True)
         if is_ended:
             self._finish(playing)
         return not is_ended

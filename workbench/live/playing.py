@@ -45,7 +45,7 @@ class Playing:
         self.feed: Feed | None = None
         self.sent = (0, 0)
         self.ended: dict[str, Any] | None = None
-        self.done, self._has_caught_up = threading.Event(), False
+        self.done, self._has_caught_up, self._is_fault_told = threading.Event(), False, False
         self.poke = lambda: None
 
     def begin(self, prompt: Any, options: Mapping[str, Any], is_last: bool = True) -> None:
@@ -80,6 +80,14 @@ class Playing:
             return self._recorder.trace(self.request_id), ""
         except UserError as error:
             return None, str(error)
+
+    def fault(self) -> str:
+        """Return, the first time that anyone asks, why nothing of it is heard any more; else nothing."""
+        said = self.feed.error if self.feed is not None and not self._is_fault_told else None
+        if said is None:
+            return ""
+        self._is_fault_told = True
+        return f"what is written can no longer be followed here, but it goes on to its end: {said}"
 
     def close(self) -> None:
         """Stop recording and listening."""
