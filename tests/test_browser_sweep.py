@@ -126,6 +126,21 @@ def test_every_control_has_a_label_and_every_series_more_than_a_colour(open_page
     assert page.locator(".lw-sweep-point").count() == 3
 
 
+def test_axes_and_intervals_are_called_what_they_are(open_page, saved):
+    page = open_page(saved(sweep_view(grid(), x="k", y="tok_s", series="mode")), ready=READY)
+    assert "tokens per second" in page.locator(".lw-sweep-name").all_text_contents()
+    text = page.locator(".lw-sweep-table").inner_text()
+    assert "Medians over repeats; low to high: range of 4 repeats" in text and "95 %" not in text
+    more = open_page(saved(sweep_view(grid(9), x="k", y="tok_s", series="mode")), ready=READY)
+    assert "low to high: 95 % interval" in more.locator(".lw-sweep-table").inner_text()
+
+
+@pytest.mark.parametrize("repeats", [6, 9, 64, 65, 100])
+def test_the_page_has_pythons_intervals_of_many_repeats(open_page, saved, repeats):
+    view = sweep_view(grid(repeats), x="k", y="tok_s", series="mode")
+    assert_same_table(open_page(saved(view), ready=READY), view)
+
+
 def test_log_axes_and_missing_intervals(open_page, saved):
     page = open_page(saved(sweep_view(grid(1), x="k", y="tok_s", series="mode")), ready=READY)
     assert "One repeat per point (n = 1)" in page.locator(".lw-sweep").inner_text()

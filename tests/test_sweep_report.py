@@ -5,6 +5,7 @@ Run: pytest tests/test_sweep_report.py
 
 from __future__ import annotations
 
+import os
 import re
 from html import unescape
 
@@ -13,6 +14,7 @@ import pandas as pd
 import pytest
 
 from workbench import UserError
+from workbench.cli import main
 from workbench.sweep.document import Block, Document
 from workbench.sweep.grid import Grid
 from workbench.sweep.places import COLUMNS
@@ -100,6 +102,9 @@ def test_rounds_of_two_sessions_are_not_paired():
     resumed.loc[(resumed.point == base.id) & (resumed["repeat"] == 1), "session"] = "b"
     found = against(resumed, skewed, base, "tok_s")
     assert found.is_paired and found.n == 2 and (found.low, found.high) == (2 / 12, 2 / 10)
+    # one round that they share is no pair
+    resumed.loc[(resumed.point == base.id) & (resumed["repeat"] == 2), "session"] = "b"
+    assert not against(resumed, skewed, base, "tok_s").is_paired
 
 
 def test_the_command_says_how_units_ran():
@@ -320,6 +325,24 @@ def test_a_table_survives_lists_numbers_and_nothing_in_one_column(tmp_path):
     frame = read_table(store.table)
     assert frame["rank"].fillna("").tolist() == ["", "4", "[4, 8]"] and frame["none"].isna().all()
     assert "rank=\\[4, 8\\]" in report_of(grid, frame).markdown()
+
+
+def test_units_that_the_table_lacks_are_said(tmp_path, capsys):
+    path = tmp_path / "mine.toml"
+    path.write_text("name = 'mine'\nrepeats = 1\n[axes]\nseed = [0, 1]")
+    grid = Grid.load(path)
+    from workbench.sweep.backends import Here
+    from workbench.sweep.runner import sweep
+
+    store = Store(tmp_path, grid)
+    sweep(store, units_of(grid), Here(lambda point, repeat, folder: {"tok_s": 1.0}))
+    command = ["report", str(path), "--results", str(tmp_path), "--out", str(tmp_path / "out")]
+    if not store.table.is_file():
+        pd.DataFrame(store.rows(units_of(grid))).to_parquet(store.table)
+    assert main(command) == 0 and capsys.readouterr().err == ""
+    # as after a sweep that was killed before it wrote its table
+    os.utime(store.table, (1e9, 1e9))
+    assert main(command) == 0 and "2 units are newer than" in capsys.readouterr().err
 
 
 def test_a_document_shows_every_kind_of_block():

@@ -65,7 +65,7 @@ function sweepTable(view) {
   });
   const more = points.length > SWEEP_MOST_LINES ? ` The first ${SWEEP_MOST_LINES} of ${points.length} points; view.table() in Python has all.` : "";
   const words = sweepIntervalWords(points.map((point) => point.n));
-  view.table.replaceChildren(make("p", { class: "lw-sweep-note" }, `Means over repeats; low and high are the ends of their 95 % bootstrap intervals, n the number of repeats.${more}`),
+  view.table.replaceChildren(make("p", { class: "lw-sweep-note" }, `Medians over repeats${words ? `; low to high: ${words}` : ""}; n is the number of repeats.${more}`),
     make("div", { class: "lw-sweep-scroll", tabindex: "0", role: "region", "aria-label": "The points as a table" },
       make("table", {}, make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { scope: "col" }, make("bdi", {}, head))))), make("tbody", {}, ...lines))));
 }
