@@ -303,13 +303,13 @@ def test_the_keyboard_alone_reaches_everything_in_order_and_everything_has_a_nam
     page, _ = open_widget(console(engine, "hello", **FEW))
     assert page.evaluate(NAMELESS) == []
     order = []
-    for _ in range(17):
+    for _ in range(18):
         page.keyboard.press("Tab")
         name, style, width = page.evaluate(FOCUSED)
         assert style == "solid" and width == "3px" or name == "lwMode", name
         order.append(name)
     assert order == ["lwPrompt", "lwVoice", *["lwBox"] * 7, "lwRun", "lwStop", "lwChat", "lwText", "lwStrip", "lwMode",
-                     "lwRest", "lwFader"]
+                     "lwRestAll", "lwRest", "lwFader"]
 
 
 def test_nothing_moves_for_who_wants_no_motion(open_widget, engine) -> None:

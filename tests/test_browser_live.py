@@ -5,14 +5,16 @@ Run: pytest -m browser tests/test_browser_live.py
 
 from __future__ import annotations
 
+import live_page
 import pytest
-from live_page import LONG, long_engine, long_shelf, slowed  # noqa: F401
+from live_page import LONG, slowed
 
 from workbench import compare_live, console
 
 pytest_plugins = ("browser_page",)
 pytestmark = pytest.mark.browser
 LONG_MS = 30_000
+long_shelf, long_engine = live_page.long_shelf, live_page.long_engine
 
 
 def until(page, holds) -> None:
