@@ -16,7 +16,8 @@ from sweep_problem import fidelity
 from workbench import UserError
 from workbench.sweep.passages import Passage, passages_of, spread, switch_place, texts_of
 
-DEMO = {text.domain: text.text for text in texts_of(fidelity(texts="single"))}
+DEMO = {text.name: text.text for text in texts_of(fidelity(texts="single"))}
+DOMAINS = list(dict.fromkeys(text.domain for text in texts_of(fidelity(texts="single"))))
 
 
 class Bytes:
@@ -41,14 +42,15 @@ def text_of(ids) -> str:
 
 
 def test_single_texts_deal_the_domains_by_turns():
-    found = passages_of(fidelity(texts="single", passages=9, passage_tokens=40, prefix_tokens=10), ENGINE)
-    domains = list(DEMO)
-    assert [each.domain for each in found] == [domains[number % len(domains)] for number in range(9)]
+    count = len(DEMO) + 2
+    found = passages_of(fidelity(texts="single", passages=count, passage_tokens=40, prefix_tokens=10), ENGINE)
+    assert [each.domain for each in found] == [DOMAINS[number % len(DOMAINS)] for number in range(count)]
     assert all(len(each.prompt) == 10 and len(each.continuation) == 30 for each in found)
-    # the second round goes on where the first ended
-    one, later = found[0], found[len(domains)]
-    assert DEMO[one.domain].encode().startswith(bytes(one.prompt + one.continuation + later.prompt))
-    assert len({each.name for each in found}) == 9
+    # every text has its turn before one goes on where it ended
+    assert {each.name for each in found[:-2]} == {f"{name}@0" for name in DEMO}
+    one, later = found[0], found[len(DEMO)]
+    assert DEMO[one.sources[0]].encode().startswith(bytes(one.prompt + one.continuation + later.prompt))
+    assert len({each.name for each in found}) == count
 
 
 def test_a_domain_may_be_chosen():
@@ -60,16 +62,25 @@ def test_a_domain_may_be_chosen():
 
 @pytest.mark.parametrize("length", [24, 25, 64])
 def test_switching_texts_change_their_domain_in_the_middle(length):
-    point = fidelity(texts="switching", passages=14, passage_tokens=length)
+    all_pairs = len(DOMAINS) * (len(DOMAINS) - 1)
+    per_start = all_pairs * len(DEMO) // len(DOMAINS)
+    point = fidelity(texts="switching", passages=per_start + 2, passage_tokens=length)
     found = passages_of(point, ENGINE)
     pairs = [tuple(each.domain.split(">")) for each in found]
-    # every ordered pair comes before any comes again
-    assert len(set(pairs[:12])) == 12 and pairs[12:] == pairs[:2]
-    for number, (each, (one, other)) in enumerate(zip(found, pairs, strict=True)):
-        assert one != other and len(each.prompt + each.continuation) == length
+    assert len({each.name for each in found}) == len(found)
+    # every ordered pair comes before any comes again, and within these no two begin with one text, or end with it
+    for first in range(0, per_start, all_pairs):
+        turn = slice(first, first + all_pairs)
+        assert len(set(pairs[turn])) == all_pairs
+        for side in (0, 1):
+            assert len({each.sources[side] for each in found[turn]}) == all_pairs
+    for number, each in enumerate(found):
+        one, other = each.sources
+        assert pairs[number][0] != pairs[number][1] and len(each.prompt + each.continuation) == length
+        assert (one.split("-")[0], other.split("-")[0]) == pairs[number]
         first, second = each.continuation[: switch_place(point)], each.continuation[switch_place(point) :]
         assert first[-2:] == list(b"\n\n")
-        start = number // 12 * len(second)
+        start = number // per_start * len(second)
         whole = (each.prompt + first)[:-2]
         assert DEMO[one].encode()[start : start + len(whole)] == bytes(whole)
         assert DEMO[other].encode()[start : start + len(second)] == bytes(second)
@@ -116,7 +127,7 @@ def test_a_file_of_ones_own_is_cut_into_passages(tmp_path):
 def test_passages_know_their_texts(tmp_path):
     found = passages_of(fidelity(texts="switching", passages=12), ENGINE)
     assert {each.sources for each in found} == {tuple(each.name.replace("@0", "").split(">")) for each in found}
-    assert len({source for each in found for source in each.sources}) == 4
+    assert {source for each in found for source in each.sources} == set(DEMO)
     path = tmp_path / "t.jsonl"
     # one text twice is one text; two of one name are two
     texts = [("same", "x" * 40), ("same", "y" * 40), ("other", "x" * 40), ("third", "z" * 40)]

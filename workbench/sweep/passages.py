@@ -114,17 +114,24 @@ def switch_place(point: PointSettings) -> int | None:
 def _switching(
     encoded: Sequence[tuple[Text, list[int]]], wanted: int, between: list[int], cut: _Cut
 ) -> list[Passage]:
-    """Return passages that begin in one domain and go on in another, every ordered pair, then the next pieces."""
+    """Return passages that begin in one domain and go on in another: every ordered pair, again with other texts of the
+    two, then the next pieces of all. One pair's two texts differ from another's, so that few passages use many texts.
+    """
     first, second = wanted // 2 - len(between), wanted - wanted // 2
     if first < 1:
         raise UserError(f"'switching' texts of {wanted} tokens have no room for two topics; raise passage_tokens")
-    found = []
-    for start in range(0, max(len(ids) for _, ids in encoded), second):
-        for (one, begin), (other, rest) in itertools.permutations(encoded, 2):
-            if one.domain != other.domain and start + second <= min(len(begin), len(rest)):
-                ids = begin[start : start + first] + between + rest[start : start + second]
-                name, domain = f"{one.name}@{start}>{other.name}", f"{one.domain}>{other.domain}"
-                found.append(cut(name, domain, ids, (one.source, other.source)))
+    by_domain: dict[str, list[tuple[Text, list[int]]]] = {}
+    for text, ids in encoded:
+        by_domain.setdefault(text.domain, []).append((text, ids))
+    found, own = [], list(by_domain.values())
+    starts, turns = range(0, max(len(ids) for _, ids in encoded), second), range(max(map(len, own)))
+    for start, turn, (a, b) in itertools.product(starts, turns, itertools.permutations(range(len(own)), 2)):
+        # b and a + 1: in one turn, no two pairs begin with the same text, or end with it
+        (one, begin), (other, rest) = own[a][(turn + b) % len(own[a])], own[b][(turn + a + 1) % len(own[b])]
+        if start + second <= min(len(begin), len(rest)):
+            ids = begin[start : start + first] + between + rest[start : start + second]
+            name, domain = f"{one.name}@{start}>{other.name}", f"{one.domain}>{other.domain}"
+            found.append(cut(name, domain, ids, (one.source, other.source)))
     return found
 
 
