@@ -202,3 +202,37 @@ def test_choices_reach_python_and_come_back(open_widget):
     settle(page)
     assert page.locator("select[data-choice=x]").input_value() == "mode"
     assert_same_table(page, view)
+
+
+def test_curves_that_were_merged_for_a_while_are_all_drawn_again(open_page, saved):
+    page = open_page(saved(sweep_view(grid(2), x="k", y="tok_s", series="mode")), ready=READY)
+    points = "document.querySelectorAll('.lw-sweep-point').length"
+    before = page.evaluate(points)
+    for series in ("", "mode"):
+        page.locator("select[data-choice=series]").select_option(series)
+    settle(page)
+    assert page.evaluate(points) == before
+    assert page.locator(".lw-sweep-legend input:checked").count() == 2
+
+
+def test_a_view_that_is_drawn_anew_takes_neither_focus_nor_place_from_its_reader(open_widget):
+    view = sweep_view(grid(2), x="k", y="tok_s", series="mode")
+    page, _ = open_widget(view, ready=READY)
+    page.evaluate("lwRenderAgain('900px')")
+    page.wait_for_function("document.querySelectorAll('.lw-sweep').length === 2")
+    held = page.locator(".lw-sweep >> nth=1 >> .lw-sweep-point").nth(3)
+    held.focus()
+    name = held.get_attribute("data-point")
+    # the reader goes on above; both views are drawn anew, the first of them too
+    page.evaluate("scrollTo(0, 0)")
+    view.theme = "dark"
+    page.wait_for_function("[...document.querySelectorAll('.lw')].every((one) => one.dataset.theme === 'dark')")
+    settle(page)
+    where = "[...document.querySelectorAll('.lw-sweep')].findIndex((one) => one.contains(document.activeElement))"
+    assert page.evaluate(where) == 1 and page.evaluate("document.activeElement.dataset.point") == name
+    assert page.evaluate("scrollY") == 0
+    widths = "document.querySelectorAll('.lw-sweep-chart')[0].getAttribute('width')"
+    before = page.evaluate(widths)
+    page.evaluate("document.querySelector('#view > div').style.width = '700px'")
+    page.wait_for_function(f"{widths} !== '{before}'")
+    assert page.evaluate(where) == 1

@@ -168,6 +168,22 @@ def test_unknown_names_give_the_nearest(given, said):
         sweep_view(grid(), **given)
 
 
+def test_what_has_too_many_values_to_split_is_a_sentence():
+    """The page has no labels of such a column, and would fail in words of its own."""
+    names = [f"run {i}" for i in range(600)]
+    many = pd.DataFrame({"k": np.arange(600) % 3, "name": names, "kl": np.linspace(0, 1, 600)})
+    said = "'name' has 600 different values, and a view is split or filtered by at most 500"
+    for chosen in ({"series": "name"}, {"facet": "name"}, {"where": {"name": "run 3"}}):
+        with pytest.raises(UserError, match=said):
+            sweep_view(many, x="k", y="kl", **chosen)
+    view = sweep_view(many, x="k", y="kl")
+    for setting, value in (("series", "name"), ("facet", "name"), ("filters", {"name": ["run 3"]})):
+        before = getattr(view, setting)
+        with pytest.raises(UserError, match=said):
+            setattr(view, setting, value)
+        assert getattr(view, setting) == before
+
+
 @pytest.mark.parametrize("source", [3, None, {"a": 1}, [1, 2], "no/such/folder"])
 def test_what_is_no_sweep_is_a_sentence(source):
     with pytest.raises(UserError, match="a sweep is a DataFrame|no runs at"):

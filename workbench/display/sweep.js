@@ -36,7 +36,7 @@ function sweepLegend(view) {
   const { data, choice } = view;
   view.legend.replaceChildren();
   const present = [...new Set(view.points.map((point) => point.series))].sort((a, b) => a - b);
-  if (!choice.series) { view.shown = new Set(present); return; }
+  if (!choice.series) { Object.assign(view, { shown: new Set(present), legendKey: "" }); return; }
   const key = `${choice.series} ${present.join()}`;
   if (view.legendKey !== key) view.shown = new Set(present.slice(0, view.mostSeries));
   view.legendKey = key;
@@ -124,7 +124,8 @@ function sweepPointed(view, mark) {
 function sweepPanels(view) {
   const { data, choice } = view, room = view.panels.clientWidth;
   if (!room) return;
-  const held = document.activeElement?.closest?.(".lw-sweep-point")?.dataset.point;
+  // of this view: a page may have several
+  const held = view.panels.contains(document.activeElement) ? document.activeElement.closest(".lw-sweep-point")?.dataset.point : undefined;
   const facets = [...new Set(view.points.map((point) => point.facet))].slice(0, SWEEP_MOST_PANELS);
   const columns = facets.length === 1 ? 1 : Math.max(1, Math.floor(room / 400)), width = Math.floor(room / Math.min(columns, facets.length)) - (columns > 1 ? 12 : 0);
   const shown = view.points.filter((point) => view.shown.has(point.series));
@@ -135,7 +136,7 @@ function sweepPanels(view) {
   }), view.tip);
   const first = view.panels.querySelector(`.lw-sweep-point[data-point="${held}"]`) ?? view.panels.querySelector(".lw-sweep-point");
   first?.setAttribute("tabindex", "0");
-  if (held !== undefined) first?.focus();
+  if (held !== undefined) first?.focus({ preventScroll: true });
   else sweepPointed(view, null);
 }
 

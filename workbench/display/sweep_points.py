@@ -73,8 +73,11 @@ class Points:
 
         Numbers may have `MOST_NUMBERS`.
         """
-        most = MOST_NUMBERS if _is_number(self.frame[column]) else MOST_LABELS
-        return self.frame[column].nunique(dropna=False) <= most
+        return self.frame[column].nunique(dropna=False) <= self.most_labels(column)
+
+    def most_labels(self, column: str) -> int:
+        """Return how many values a column may have that splits."""
+        return MOST_NUMBERS if _is_number(self.frame[column]) else MOST_LABELS
 
     def labels(self, column: str) -> list[Any]:
         """Return an axis's values in the order in which they are drawn: numbers by size, others as they come."""

@@ -85,7 +85,7 @@ class SweepView(anywidget.AnyWidget):
     @validate("x", "y", "series", "facet")
     def _known(self, proposal: Any) -> str:
         role, name = proposal["trait"].name, proposal["value"]
-        return self.points.require(role, name) if name else name
+        return _required(self.points, role, name) if name else name
 
     @validate("filters")
     def _possible(self, proposal: Any) -> dict[str, list[str]]:
@@ -178,7 +178,7 @@ def sweep_view(
     chosen["y"] = y or found.default_y(chosen["x"]) or ""
     for role, name in (("x", x), ("y", y), ("series", None if series == AUTO else series), ("facet", facet)):
         if name:
-            found.require(role, name)
+            _required(found, role, name)
     if series == AUTO and AUTO not in found.frame.columns:
         series = _default_series(found, chosen["x"], facet)
     return SweepView(
@@ -193,17 +193,34 @@ def _default_series(points: Points, x: str, facet: str | None) -> str | None:
     return next((axis for axis, count in counts.items() if 1 < count <= MOST_SERIES), None)
 
 
+def _required(points: Points, role: str, name: Any) -> str:
+    """Return a column's name if it can have a role in a view.
+
+    Raises:
+        UserError: as `Points.require`; or what splits or filters has more values than the page has labels for.
+    """
+    points.require(role, name)
+    if role not in ("x", "y") and not points.can_split(name):
+        count, most = points.frame[name].nunique(dropna=False), points.most_labels(name)
+        able = [column for column in points.axes if points.can_split(column)]
+        raise UserError(
+            f"{role}: {name!r} has {count} different values, and a view is split or filtered by at most {most}; "
+            f"columns that can be: {names(able, 20)}"
+        )
+    return name
+
+
 def filters_of(points: Points, where: Any) -> dict[str, list[str]]:
     """Return axis -> labels to keep; one value stands for a list of it.
 
     Raises:
-        UserError: no such column, or a value that it does not have.
+        UserError: no such column, one with too many values, or a value that it does not have.
     """
     if not isinstance(where, Mapping):
         raise UserError(f"where maps an axis to the values that are kept, such as {{'k': [0, 4]}}, not {where!r}")
     found = {}
     for column, allowed in where.items():
-        points.require("where", column)
+        _required(points, "where", column)
         several = isinstance(allowed, Sequence | np.ndarray | set | range) and not isinstance(allowed, str)
         labels = [spelled(value) for value in (allowed if several else [allowed])]
         known = [spelled(value) for value in points.labels(column)]
