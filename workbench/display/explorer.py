@@ -44,7 +44,8 @@ class Explore(anywidget.AnyWidget):
         projection: the last part of the names of the shown sites (`"q_proj"`), or `""` for all.
         layers: `(first, last)` of the shown layers, or `()` for all.
         mode: what the map shows: `"who leads"`, `"every adapter"`, or an adapter's name.
-        visible: `(first, last)` token in view, as fractions, or `()` for all.
+        visible: `(first, last)` token in view, as fractions, or `()` for all. A page that is too wide for few tokens
+            shows more than was set.
         request: id of the request that is shown.
         quantity: `"scalings"`, or `"delta_norm"` where it was recorded.
         theme: `"auto"`, `"light"` or `"dark"`.
