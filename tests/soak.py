@@ -7,8 +7,10 @@ import contextlib
 import json
 import random
 import re
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,7 +215,8 @@ class Soak:
             thread.start()
         for thread in threads:
             thread.join(max(0.0, until_s - time.monotonic()))
-        self.complaints += [f"{thread.name} is stuck" for thread in threads if thread.is_alive()]
+        if stuck := [thread.name for thread in threads if thread.is_alive()]:
+            self.complaints.append(f"stuck: {stuck}; what every thread does:\n{_stacks()}")
 
     def _work(self, numbers: Iterator[int], index: int) -> None:
         chance = random.Random(f"{self.seed}/thread {index}")
@@ -329,3 +332,10 @@ def leaks(engine: Engine) -> list[str]:
     pool.clear()
     require(pool.num_free == pool.num_blocks and not pool._key_of, "cached blocks after clearing")
     return found
+
+
+def _stacks() -> str:
+    """Return the stack of every thread, innermost last."""
+    known = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(f"{known.get(ident)}\n{''.join(traceback.format_stack(frame)[-8:])}"
+                     for ident, frame in sys._current_frames().items())
