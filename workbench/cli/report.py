@@ -22,7 +22,8 @@ def add_parser(commands: Any, formatter: type) -> None:
         description="Write what a sweep found: tables with intervals, figures, the commands and the machine, and what "
         "to beware of, as Markdown and as one HTML page.",
     )
-    parser.add_argument("grid", metavar="GRID", help="the sweep's TOML file")
+    parser.add_argument("grid", metavar="GRID",
+                        help="the sweep's TOML file, or the name of a grid that comes with the workbench")
     parser.add_argument("--results", default=_RESULTS, metavar="DIR",
                         help=f"where the sweep wrote (default {_RESULTS})")
     parser.add_argument("--out", metavar="DIR", help="where the report goes (default: beside the results)")

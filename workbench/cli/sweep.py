@@ -12,7 +12,7 @@ from typing import Any
 from workbench.errors import UserError, names
 
 _EXAMPLE = """examples:
-  workbench sweep experiments/grids/smoke.toml --dry-run
+  workbench sweep smoke --dry-run                              (smoke: one of the workbench's own grids)
   workbench sweep experiments/grids/smoke.toml
   workbench sweep experiments/grids/frontier.toml --only policy=exact --limit 3
   workbench sweep GRID --shard 1/4 --out /shared/part-1        (one SLURM task each, then merge)
@@ -32,7 +32,7 @@ def add_parser(commands: Any, formatter: type) -> None:
         "results of shards.",
     )
     add = parser.add_argument
-    add("grid", metavar="GRID", help="TOML file, or the word merge")
+    add("grid", metavar="GRID", help="TOML file, the name of a grid that comes with the workbench, or the word merge")
     add("sources", nargs="*", metavar="FOLDER", help="for merge: the grid, then result folders")
     add("--out", default=_OUT, metavar="DIR", help=f"where results go (default {_OUT})")
     add("--dry-run", action="store_true", help="list the points, and what is finished, and run nothing")
