@@ -5,6 +5,7 @@ Run: pytest tests/test_engine_misuse.py
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -197,3 +198,23 @@ def test_two_threads_cannot_load_one_name_twice(shelf):
     assert outcomes.count("mix") == 1 and sum("loaded already" in outcome for outcome in outcomes) == 3
     made.unload("mix")
     assert not made.slots.adapters
+
+
+def test_a_request_often_in_bad_company_is_not_to_blame(engine, monkeypatch):
+    names = ("one", "two")
+    alone = engine.generate(list(names), max_tokens=40, ignore_eos=True)
+    hidden, steps = engine.model.hidden, itertools.count(1)
+
+    def now_and_then(batch):
+        if len(batch.requests) > 1 and next(steps) % 3 == 0:
+            raise RuntimeError("a fault that passes")
+        return hidden(batch)
+
+    monkeypatch.setattr(engine.model, "hidden", now_and_then)
+    assert [done.token_ids for done in engine.generate(list(names), max_tokens=40, ignore_eos=True)] == [
+        done.token_ids for done in alone
+    ]
+    assert next(steps) > 12
+    # one that never runs beside others fails in the end
+    monkeypatch.setattr(engine.model, "hidden", lambda batch: hidden(batch) if len(batch.requests) == 1 else 1 / 0)
+    assert any("division" in (done.error or "") for done in engine.generate(list(names), max_tokens=40, ignore_eos=True))

@@ -77,7 +77,7 @@ class Request:
         has_lease: its adapters are kept in their slots for it.
         times_passed: steps it was passed over, waiting for its adapter.
         num_preemptions: how often its KV was taken away for others.
-        num_isolations: how often it ran alone, after a step that failed.
+        num_isolations: how often a step beside others failed since one last succeeded.
         finish_reason: None while running, else "stop", "length", "cancelled", "deadline" or "error".
         error: the reason of a request that failed.
     """

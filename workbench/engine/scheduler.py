@@ -125,6 +125,9 @@ class Scheduler:
             except Exception as error:  # one request's failure is its own
                 span.plan.request.finish("error", reason_of(error))
         self._suspects = [r for r in self._suspects if r.finish_reason is None and r not in batch.requests]
+        if len(batch.requests) > 1:
+            for request in batch.requests:  # runs beside others: what failed before was not its fault
+                request.num_isolations = 0
         return self.sweep()
 
     def _commit_span(self, plan: SpanPlan, said: Sequence[Answer], scalings: Mapping[Request, Tensor]) -> None:
