@@ -217,4 +217,5 @@ def test_a_request_often_in_bad_company_is_not_to_blame(engine, monkeypatch):
     assert next(steps) > 12
     # one that never runs beside others fails in the end
     monkeypatch.setattr(engine.model, "hidden", lambda batch: hidden(batch) if len(batch.requests) == 1 else 1 / 0)
-    assert any("division" in (done.error or "") for done in engine.generate(list(names), max_tokens=40, ignore_eos=True))
+    ended = engine.generate(list(names), max_tokens=40, ignore_eos=True)
+    assert any("division" in (done.error or "") for done in ended)
