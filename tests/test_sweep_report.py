@@ -349,3 +349,14 @@ def test_a_document_shows_every_kind_of_block():
     made = Document("T & t", (Block("text", "a"), Block("list", ["b", "c"]), Block("code", "d <e>")), {})
     assert made.markdown() == "# T &amp; t\n\na\n\n* b\n* c\n\n```sh\nd <e>\n```\n"
     assert "<ul><li>b</li><li>c</li></ul>" in made.html() and "<pre>d &lt;e&gt;</pre>" in made.html()
+
+
+def test_what_was_asked_is_the_axis_and_not_how_much_of_it_was_measured():
+    both = [{"fixed": {"rate": rate, "requests": int(24 * rate)}, "axes": {"policy": ["exact", "lagged(1)"]}}
+            for rate in (1.0, 2.0, 4.0)]
+    grid = Grid.of({"name": "g", "repeats": 1, "fixed": {"mode": "xlora", "arrivals": "poisson"}, "block": both})
+    done = pd.DataFrame([{"point": point.id, "repeat": 0, "tok_s": 1.0, "rate": point.rate, "requests": point.requests,
+                          "policy": point.policy} for point in grid.points])
+    assert axes_of(grid, done) == ("rate", ["policy"])
+    _, first, *_ = main_table(grid, grid.points, done, THROUGHPUT).content
+    assert first[0] == "policy=exact rate=1"

@@ -16,7 +16,7 @@ from workbench.display.sweep_words import axis_words
 from workbench.errors import UserError, names
 from workbench.sweep.document import Block, Document
 from workbench.sweep.grid import Grid
-from workbench.sweep.report_tables import FIDELITY, THROUGHPUT, domain_tables, main_table, memory_table
+from workbench.sweep.report_tables import AMOUNTS, FIDELITY, THROUGHPUT, domain_tables, main_table, memory_table
 from workbench.sweep.statistics import FEW_TEXTS
 
 if TYPE_CHECKING:
@@ -163,9 +163,9 @@ def axes_of(grid: Grid, done: pd.DataFrame) -> tuple[str, list[str]] | None:
     A setting that follows from the ones before (slots that go with the number of adapters) tells nothing.
     """
     counts = {key: done[key].nunique(dropna=False) for key in grid.varied if key in done}
-    # of settings with as many values, numbers make the better axis
+    # of settings with as many values, numbers make the better axis, and what was asked a better one than how much was
     varied = sorted((key for key in counts if counts[key] > 1),
-                    key=lambda key: (-counts[key], done[key].dtype.kind not in "iuf"))
+                    key=lambda key: (-counts[key], done[key].dtype.kind not in "iuf", key in AMOUNTS))
     if not varied:
         return None
     x, *others = varied

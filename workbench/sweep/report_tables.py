@@ -33,7 +33,7 @@ MEMORY = {
 }  # fmt: skip
 _BY_DOMAIN = {"kl:": ("KL by domain, nats per token", 5), "perplexity:": ("perplexity by domain", 2)}
 _EXACT = "perplexity_exact:"
-_AMOUNTS = ("requests", "passages")  # settings of how much is measured
+AMOUNTS = ("requests", "passages")  # settings of how much is measured
 _APART = " †"
 _ENDS = ("value", "low", "high")
 
@@ -126,7 +126,7 @@ def _varied(grid: Grid, points: Iterable[PointSettings]) -> list[str]:
     How much was measured comes last: where each rate has its number of requests, the rate is what a reader looks for.
     """
     chosen, kept, told = list(points), [], 1
-    for key in sorted(grid.varied, key=_AMOUNTS.__contains__):
+    for key in sorted(grid.varied, key=AMOUNTS.__contains__):
         now = len({tuple(getattr(point, each) for each in (*kept, key)) for point in chosen})
         if now > told:
             kept, told = [*kept, key], now
