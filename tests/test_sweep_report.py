@@ -360,3 +360,11 @@ def test_what_was_asked_is_the_axis_and_not_how_much_of_it_was_measured():
     assert axes_of(grid, done) == ("rate", ["policy"])
     _, first, *_ = main_table(grid, grid.points, done, THROUGHPUT).content
     assert first[0] == "policy=exact rate=1"
+
+
+def test_a_shipped_grid_is_named_in_the_commands_and_not_where_it_lies(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    grid = Grid.load("load")
+    frame = table(grid, lambda point, repeat: {"tok_s": 1.0})
+    said = report_of(grid, frame).markdown()
+    assert "workbench sweep load\n" in said and str(grid.path.parent) not in said

@@ -17,6 +17,7 @@ from workbench.errors import UserError, names
 from workbench.sweep.document import Block, Document
 from workbench.sweep.grid import Grid
 from workbench.sweep.report_tables import AMOUNTS, FIDELITY, THROUGHPUT, domain_tables, main_table, memory_table
+from workbench.sweep.shipped import shipped_grids
 from workbench.sweep.statistics import FEW_TEXTS
 
 if TYPE_CHECKING:
@@ -177,7 +178,9 @@ def axes_of(grid: Grid, done: pd.DataFrame) -> tuple[str, list[str]] | None:
 
 
 def _how(grid: Grid, frame: pd.DataFrame, done: pd.DataFrame, foreign: int) -> list[Block]:
-    where = shlex.quote(str(grid.path) if grid.path is not None else grid.name)
+    # a shipped grid goes by its name wherever it lies, unless it was asked for by a path from here
+    is_named = grid.path is None or (grid.path.is_absolute() and grid.path in shipped_grids().values())
+    where = shlex.quote(grid.name if is_named else str(grid.path))
     backends = list(done["backend"].dropna().unique()) if "backend" in done else []
     commands = [f"workbench sweep {where}{_option(each)}" for each in backends or [_HERE]]
     first, last = done["created"].min(), done["created"].max()
