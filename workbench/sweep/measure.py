@@ -9,17 +9,16 @@ repeat ended with its tokens and its scalings counted.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import UserError, names
 from workbench.sweep.checking import Checked, check, generate, require_counts
 from workbench.sweep.machine import load_average, peak_bytes, reset_peak, synchronize
+from workbench.sweep.memory import watched_peaks
 from workbench.sweep.plan import require_at_least, require_baseline
 from workbench.sweep.statistics import Estimate, estimate, ratio
 from workbench.sweep.workload import Workload
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 TIMED = ("tok_s", "decode_tok_s", "ttft_ms", "time_per_token_ms", "forward_ms")
 _MILLI = 1e3
-_POLL_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -161,31 +159,11 @@ def _prepared(point: Point, progress: Callable[[str], None]) -> Measurement:
     checked = check(engine, workload)
     progress(f"{point.name} checked")
     measurement = Measurement(point.name, workload, checked)
-    with _watched_kv(engine) as most:
+    with watched_peaks(engine) as peaks:
         require_counts(generate(engine, workload.prompts(engine), workload.tokens, **workload.options()), workload)
-    measurement.kv_bytes = most[0]
+    measurement.kv_bytes = peaks.kv_bytes
     progress(f"{point.name} warm")
     return measurement
-
-
-@contextlib.contextmanager
-def _watched_kv(engine: Engine) -> Iterator[list[int]]:
-    """Give a list whose one value becomes the most `kv_bytes` that the engine has while the context is open."""
-    most, over = [0], threading.Event()
-
-    def watch() -> None:
-        while not over.wait(_POLL_S):
-            # the engine's own thread may change what it counts while it is counted
-            with contextlib.suppress(RuntimeError):
-                most[0] = max(most[0], engine.counters()["kv_bytes"])
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield most
-    finally:
-        over.set()
-        watcher.join()
 
 
 def _repeat(point: Point, measurement: Measurement) -> None:
